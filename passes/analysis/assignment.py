@@ -1,4 +1,4 @@
-"""Choose the tensors that are low: ask a policy, hold it to the goal, and report the share that is reached.
+"""Choose the low tensors: run a policy, check its choice against the goal, and report the share that it reaches.
 
 Definitions: docs/algorithms.md, "Demotion and promotion".
 """
@@ -23,16 +23,16 @@ from fxprec.plan import ByteCount
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The tensors held low, the order in which groups were demoted, and the share or bytes that this reaches."""
+    """The low tensors, the order in which groups were demoted, and the share or bytes that this reaches."""
 
     low: frozenset[int]
-    """Ids of the counted tensors held low (a low group's parameter gradients count, but keep their format)."""
+    """Ids of the low counted tensors. A low group's parameter gradients are among them, but keep their format."""
     low_groups: frozenset[int]
-    """Groups all of whose tensors are low, but for those ``keep_high`` holds."""
+    """Groups whose tensors are all low, except those that ``keep_high`` keeps high."""
     order: Mapping[int, int]
     """Position of every group in the policy's order of demotion."""
     achieved_ratio: float
-    """Elements held low / all elements."""
+    """Elements of low tensors / all elements."""
     bit_ratio: float
     """2 x (bits at all-high - bits) / bits at all-high."""
     gap: float | None
@@ -41,7 +41,7 @@ class Assignment:
     saved: ByteCount
     """Predicted bytes saved for backward."""
     warnings: tuple[str, ...] = ()
-    """One text for each goal that was asked for and not reached."""
+    """One text for each goal that the user set and the assignment does not reach."""
 
 
 def assign(
@@ -55,12 +55,13 @@ def assign(
 ) -> Assignment:
     """Choose the low tensors of one graph.
 
-    ``damage`` predicts the loss from holding a tensor low, by tensor id (absent: none); policy ``"exact"`` needs
-    it. ``saved_bytes`` says what a tensor takes while saved for backward; left out, it is predicted from the
-    tensors marked ``saved``. ``may_exceed`` leaves it to the caller to hold the result to the budget; ``ends`` are the
-    tensors of ``keep_high="ends"`` where their groups do not say (`kept_high`). Raises
-    `BudgetError` for a budget out of reach, and `ConfigError` for ``"exact"`` without damages and for what a policy
-    function returns, if it is no set of groups.
+    ``damage`` predicts the loss that a low tensor causes, by tensor id (absent: none); policy ``"exact"`` needs it.
+    ``saved_bytes`` has each tensor's bytes while saved for backward; if None, they are predicted from the tensors
+    marked ``saved``. With ``may_exceed`` the caller checks the budget. ``ends`` are the tensors of ``keep_high="ends"``
+    if the groups do not determine them (`kept_high`).
+
+    Raises `BudgetError` for a budget out of reach. Raises `ConfigError` for ``"exact"`` without damages, and if a
+    policy function returns anything but a set of groups.
     """
     recipe = settings.recipe
     saved_bytes = saved_bytes or SavedBytes.predict(tensors, recipe)
@@ -90,7 +91,7 @@ def assign(
 def elements_needed(ratio: float, total: int) -> int:
     """Return the smallest number of elements that is a share of at least ``ratio`` of ``total``.
 
-    Exact but for the last bits of ``ratio``: ``3 * 0.1``, a hair above 0.3, asks for 3 elements in 10, not 4.
+    Exact except for the last bits of ``ratio``: ``3 * 0.1``, slightly above 0.3, requires 3 elements in 10, not 4.
     """
     share = Fraction(ratio) * (1 - Fraction(1, 2**50)) if ratio < 1 else Fraction(1)
     return math.ceil(share * total)
@@ -133,7 +134,7 @@ def _hold_to_budget(settings: Settings, problem: Problem, saved_bytes: SavedByte
 
 
 def over_budget(settings: Settings, least: int) -> BudgetError:
-    """Return the error for a budget below what has to be saved, ``least`` bytes."""
+    """Return the error for a budget below ``least``, the bytes that have to be saved."""
     name = policy_name(settings.asked.policy)
     ways = ["raise the budget to that", "take a smaller batch"]
     if not settings.recipe.has_low:
@@ -150,7 +151,7 @@ def over_budget(settings: Settings, least: int) -> BudgetError:
 
 
 def _shortfall(problem: Problem, low: frozenset[int]) -> list[str]:
-    """Say why an explicitly asked ratio was not reached."""
+    """Return a warning if the ratio that the user set was not reached, with the reason."""
     settings, asked = problem.settings, problem.settings.asked
     total = sum(t.elements for t in problem.tensors)
     reached = sum(t.elements for t in problem.tensors if t.id in low)

@@ -1,4 +1,4 @@
-"""Find attention's logits in a graph: what softmax makes probabilities of, before a mask and a bias are added."""
+"""Find attention's logits in a graph: the input of its softmax before a mask or a bias is added."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def with_wide(operators: Collection[object]) -> frozenset[object]:
-    """Add to operators those that compute them in float32, on a CPU that lacks the instructions."""
+    """Return the operators, and those that compute them in float32 on a CPU without the instructions."""
     return frozenset({*operators, *(WIDE[operator] for operator in operators if operator in WIDE)})
 
 
@@ -32,15 +32,16 @@ _SOFTMAX = frozenset(name for name in map(str, having(Trait.SOFTMAX)) if "log" n
 _MASKS, _SCALINGS = having(Trait.MASKS), having(Trait.SCALES)
 _ROUNDINGS = frozenset({QUANTIZE, DEQUANTIZE, KEEP_NONFINITE})
 _PRODUCTS = with_wide(BATCHED)
-"""Products of two values: those with a parameter make a router's or a classifier's logits, no batch of matrices."""
+"""Batched products of two values. Products with a parameter are no batches: they make a router's or classifier's
+logits."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention of a graph."""
+    """One attention in a graph."""
 
     node: Node
-    """The operator of all attention, or the logits that the model computes itself."""
+    """The fused attention operator, or the logits that the model computes itself."""
     module: str
     source: str
 
@@ -50,14 +51,14 @@ class Attention:
         return place(self.module, self.source) or self.node.name
 
     def largest(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Tensor:
-        """Return the largest magnitude among the logits, a scalar, from what the node was called with and returned."""
+        """Return the largest magnitude among the logits, a scalar, from the node's arguments and its result."""
         if self.node.target in _ATTENTION:
             return _largest_product(self.node, args, kwargs)
         return _largest(result)
 
 
 def attentions(nodes: Iterator[Node]) -> Iterator[Attention]:
-    """Yield what of these nodes is attention, in their order."""
+    """Yield the attentions among ``nodes``, in order."""
     for node in nodes:
         if node.op != "call_function" or is_backward(node):
             continue
@@ -67,7 +68,7 @@ def attentions(nodes: Iterator[Node]) -> Iterator[Attention]:
 
 
 def _logits(node: Node) -> Node | None:
-    """Return the logits of a softmax whose first node this is; None where no product of matrices made them."""
+    """Return the logits of a softmax whose first node is ``node``; None if no product of matrices computed them."""
     is_softmax = _is_softmax(node.target)
     starts_one = node.target is aten.amax.default and _is_softmax(node.meta.get("original_aten"))
     if not is_softmax and not starts_one:
@@ -83,13 +84,13 @@ def _is_softmax(operator: object) -> bool:
 
 
 def _masked(node: Node) -> Node:
-    """Return what a view shows, or the operand of a mask or a bias that a product of matrices made."""
+    """Return the source of a view, or the operand of a mask or bias that a product of matrices computed."""
     made = [operand for operand in node.all_input_nodes if _is_product(operand)]
     return made[0] if made else node.all_input_nodes[0]
 
 
 def _is_product(node: Node) -> bool:
-    """Say whether scalings, masks and views of one product of matrices made a node."""
+    """Say whether a node is a product of matrices, seen through scalings, masks and views."""
     while node.target in _SCALINGS | _MASKS or _shows(node):
         if not node.all_input_nodes:
             return False
@@ -102,12 +103,12 @@ def _shows(node: Node) -> bool:
 
 
 def _largest(logits: Tensor) -> Tensor:
-    """Return the largest magnitude; places that a mask made -inf are no logits."""
+    """Return the largest magnitude; elements that a mask set to -inf do not count."""
     return torch.where(logits == -torch.inf, 0.0, logits.detach().float().abs()).amax()
 
 
 def _largest_product(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Multiply queries and keys once more, a head at a time: attention's kernels keep no logits."""
+    """Multiply queries and keys again, one head at a time: attention's kernels keep no logits."""
     given = _named(node, args, kwargs)
     query, key, mask = given["query"].detach(), given["key"].detach(), given.get("attn_mask")
     mask = given.get("attn_bias") if mask is None else mask
@@ -138,6 +139,6 @@ def _later(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _hidden(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return the places that a mask takes out, of the logits' shape: models write -inf or their dtype's least."""
+    """Return the elements that a mask hides, in the logits' shape: models write -inf or their dtype's least number."""
     out = mask.logical_not() if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
     return out.expand(query.shape[0], query.shape[1], query.shape[-2], key.shape[-2])

@@ -1,15 +1,12 @@
-"""Find GEMMs whose operands are stored in codes, and say which kernel could multiply the codes themselves.
+"""Find GEMMs whose operands are stored in codes, and the kernel that can multiply the codes themselves.
 
-Layouts. A native fp8 GEMM (cuBLASLt; sm_89 and later) reads both operands along the summed dimension: ``a`` row-major,
-``b`` column-major. Of y = x W^T, with x (tokens, in), W (out, in) and dy (tokens, out) stored row-major:
+A native fp8 GEMM (cuBLASLt; sm_89 and later) reads both operands along the summed dimension: ``a`` row-major, ``b``
+column-major. For y = x W^T, with x (tokens, in), W (out, in) and dy (tokens, out) stored row-major, that needs:
 
-=====================  =====================  ======================
-GEMM                   a, row-major           b, column-major
-=====================  =====================  ======================
-y  = x W^T             x                      W, seen transposed
-dx = dy W              dy                     W's transposed copy
-dW = dy^T x            dy's transposed copy   x's transposed copy
-=====================  =====================  ======================
+=====================  =====================  ====================== GEMM                   a, row-major           b,
+column-major =====================  =====================  ====================== y  = x W^T             x
+W, seen transposed dx = dy W              dy                     W's transposed copy dW = dy^T x            dy's
+transposed copy   x's transposed copy =====================  =====================  ======================
 
 So backward reads x and W in their transposed copies only, and only these copies are saved.
 """
@@ -33,7 +30,7 @@ MATMULS = frozenset({aten.mm.default, aten.addmm.default})
 BATCHED = frozenset({aten.bmm.default, aten.baddbmm.default})
 FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _ALIGNMENT = 16  # bytes; torch._scaled_mm refuses other sizes
-# What shows the same memory in another shape, without a copy.
+# Views that show the same memory in another shape, without a copy.
 PURE_VIEWS = moving_as(Moves.SHAPE, Moves.ORDER, Moves.RANK, Moves.ALIAS) - {aten.squeeze.default, aten.squeeze.dims}
 
 Layout = Literal["rows", "columns"]
@@ -44,30 +41,30 @@ class Coded:
     """An operand of a GEMM that is read back from codes."""
 
     q: Node
-    """Its quantize."""
+    """The operand's quantize node."""
     fmt: Format
     row: int
     """Row of the table whose scale the decode takes off, or ``AS_STORED``."""
     layout: Layout
-    """``rows``: the operand is ``q`` as a row-major matrix; ``columns``: that, transposed."""
+    """``rows``: the operand is ``q`` as a row-major matrix; ``columns``: the operand is that matrix transposed."""
     source: Node | None
-    """For a gradient whose codes keep inf and NaN: the unrounded tensor. Else None."""
+    """The unrounded tensor, if the operand is a gradient whose codes must keep inf and NaN; else None."""
     table: Node
 
     @property
     def is_fp8(self) -> bool:
-        """Say whether the codes are those of a torch dtype of 8-bit floats that tensor cores multiply."""
+        """Say whether the codes are a torch dtype of 8-bit floats that tensor cores multiply."""
         return self.fmt.torch_dtype in FP8
 
 
 def operands(gemm: Node) -> tuple[Node, Node]:
-    """Return the two factors of a node of `MATMULS`."""
+    """Return the two factors of a GEMM in `MATMULS`."""
     first, second = factors_of(gemm)
     return first, second
 
 
 def coded(operand: Node) -> Coded | str:
-    """Return the codes behind a GEMM's operand, or why there are none to multiply."""
+    """Return the codes behind a GEMM's operand, or the reason why a kernel cannot multiply codes."""
     node = operand
     while node.target in PURE_VIEWS:
         node = input_at(node, 0)
@@ -88,7 +85,7 @@ def coded(operand: Node) -> Coded | str:
 
 
 def layout_of(q: Node, operand: Node) -> Layout | None:
-    """Say how a GEMM's operand lies in what it is a view of; None where its memory is another matrix."""
+    """Return the layout of a GEMM's operand in the tensor ``q`` that it shows, or None if it is no view of it."""
     stored, seen = value(q), value(operand)
     if stored is None or seen is None or seen.ndim != 2 or not stored.ndim or not isinstance(stored.shape[-1], int):
         return None
@@ -114,7 +111,7 @@ def _same(found: tuple[int | torch.SymInt, ...], wanted: tuple[int | torch.SymIn
 
 
 def native_refusal(a: Coded, b: Coded, gemm: Node) -> str | None:
-    """Return why ``torch._scaled_mm`` cannot multiply the codes, or None where it can."""
+    """Return why ``torch._scaled_mm`` cannot multiply the codes, or None if it can."""
     if not (a.is_fp8 and b.is_fp8):
         return f"{a.fmt.name} and {b.fmt.name} are no hardware formats"
     if a.fmt.torch_dtype == b.fmt.torch_dtype == torch.float8_e5m2:
@@ -127,7 +124,7 @@ def native_refusal(a: Coded, b: Coded, gemm: Node) -> str | None:
 
 
 def is_plain(gemm: Node) -> bool:
-    """Say whether a node of `MATMULS` is a product plus bias and no more."""
+    """Say whether a GEMM in `MATMULS` is a product plus bias and no more."""
     if gemm.kwargs or len(gemm.args) > 3:
         return False
     if gemm.target is aten.mm.default:

@@ -1,7 +1,7 @@
-"""By what power of two constants change a gradient on its way from the gradients that come into the graph.
+"""Estimate the power of two by which constants change gradients on their way from the tangents.
 
-A mean over N elements divides by N. So where the loss is part of the graph a gradient of 1 comes in, and all that
-follow are N times smaller. The first scales of gradients, for which nothing is measured yet, are chosen by it.
+A mean over N elements divides by N. So if the loss is part of the graph, the tangent is 1, and all later gradients are
+N times smaller. The first scales of gradients, before anything is measured, are chosen by this factor.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _SUMS = having(Trait.SUMS)
 
 
 def constant_factors(graph: Graph) -> Mapping[Node, float]:
-    """Return log2 of the constant factor of each node of backward; of forward's nodes, and of tangents, it is 0.
+    """Return log2 of the constant factor of each backward node; forward nodes and tangents have 0.
 
-    Operators other than products have the largest factor among the gradients they read, else among all they read.
+    An operator other than a product takes the largest factor among the gradients it reads, or among all operands if it
+    reads no gradient.
     """
     found: dict[Node, float] = {}
     gradients = set[Node]()
@@ -47,10 +48,10 @@ def constant_factors(graph: Graph) -> Mapping[Node, float]:
 
 
 def growth_of(x: Node, *, is_param: bool) -> float:
-    """Return log2 of how much larger a gradient may be than what was added up to it, by a sum or a GEMM.
+    """Return log2 of how much larger a gradient may be than the values that a sum or a GEMM adds up to it.
 
-    The products of a GEMM have either sign, and so do the elements of a weight. A parameter's gradient adds up what a
-    whole batch contributes, which may have one sign.
+    The products of a GEMM have either sign, and so do the elements of a weight. A parameter's gradient adds the
+    contributions of a whole batch, which may have one sign.
     """
     source = made_by(shown(x)[0])
     added = [source.all_input_nodes[0]] if source.target in _SUMS else factors_of(source)[:2]
@@ -58,7 +59,7 @@ def growth_of(x: Node, *, is_param: bool) -> float:
     total = value(x)
     if total is None or not counts or not all(counts):
         return 0.0
-    length = math.prod(counts) / numel_hint(total)  # of a sum; of a GEMM its square
+    length = math.prod(counts) / numel_hint(total)  # the length of a sum; for a GEMM the square of its length
     return math.log2(length) / (len(counts) if is_param or len(counts) == 1 else 2 * len(counts))
 
 
@@ -78,10 +79,10 @@ def _of(arg: object, found: Mapping[Node, float]) -> float:
 
 
 def _of_count(divisor: Node, quotient: Node) -> float:
-    """Return what a divisor of forward is taken for that has no dimensions: for a count of elements.
+    """Return log2 of the count that a 0-dim forward divisor is taken for; 0 for other divisors.
 
-    Cross entropy divides by the number of targets that are not ignored, a sum over bools. Other counts come in as
-    inputs, such as the number of tokens. They are taken for the number of elements that the quotient is broadcast to.
+    Cross entropy divides by the number of targets that are not ignored, a sum over bools. Other counts are inputs, such
+    as the number of tokens. They are taken for the number of elements that the quotient is broadcast to.
     """
     val, counted = value(divisor), unconverted(divisor)
     if val is None or val.dim():
@@ -92,7 +93,7 @@ def _of_count(divisor: Node, quotient: Node) -> float:
 
 
 def _broadcast_to(node: Node) -> int:
-    """Return the elements of the first tensor with dimensions that is computed from ``node``, which has none."""
+    """Return the elements of the first tensor with dimensions that is computed from the 0-dim ``node``."""
     seen = [node]
     for reached in seen:
         val = value(reached)

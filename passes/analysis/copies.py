@@ -1,4 +1,4 @@
-"""Follow a stored copy to those who read its codes."""
+"""Find the readers of a stored copy's codes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _BITS = torch.ops.aten.view.dtype
 
 
 def code_readers(q: Node) -> dict[Node, list[int]] | None:
-    """Return who reads the codes that ``q`` makes, shown in other shapes and moved to and fro as they may be.
+    """Return the readers of the codes of ``q``, seen through views, transposed copies and moves to the host.
 
-    These are decodes, and GEMMs over codes with the positions (0, 1) of the operands that the codes are. None where
-    anybody else reads them.
+    Readers are decodes, with an empty list, and GEMMs over codes, with the positions (0, 1) of the operands that are
+    these codes. None if any other node reads the codes.
     """
     found: dict[Node, list[int]] = {}
     waiting = [q]

@@ -1,4 +1,4 @@
-"""Find the values that cross from forward to backward, in a graph that says which nodes backward computes."""
+"""Find the values that are saved from forward for backward, in a graph that says which nodes backward computes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _COPIES = frozenset({QUANTIZE, DEQUANTIZE, TRANSPOSED, CONVERT})
 
 
 def crossings(joint: JointGraph) -> list[Node]:
-    """Return the inputs and forward nodes that backward reads, in the graph's order.
+    """Return the inputs and forward nodes that cross to backward, in graph order.
 
-    Backward's own are its nodes, and nodes computed from a decoded copy that forward does not need. Backward repeats
-    some forward nodes: views, decoded copies, copies of parameters, and what the user's checkpoints recompute.
+    Backward computes its own nodes, and nodes that depend on a decoded copy which forward does not need. Backward also
+    repeats some forward nodes: views, decoded copies, copies of parameters, and nodes that the user's checkpoints
+    recompute.
     """
     own = _backwards_own(joint)
     found, seen = set[Node](), set[Node]()
@@ -29,13 +30,13 @@ def crossings(joint: JointGraph) -> list[Node]:
         seen.add(node)
         if node in own or is_repeated(node, joint) or regions.runs_again(node):
             stack += node.all_input_nodes
-        elif node.op != "get_attr":  # a constant is in both halves
+        elif node.op != "get_attr":  # both halves have the constants
             found.add(node)
     return [node for node in joint.graph.nodes if node in found]
 
 
 def _backwards_own(joint: JointGraph) -> set[Node]:
-    """Return the nodes that are computed in backward, for backward alone."""
+    """Return backward's nodes, and nodes from a decoded copy or a tangent that forward does not need."""
     needed, own = needed_by_forward(joint), set[Node]()
     for node in joint.graph.nodes:
         if node.op != "call_function" or (node in needed and not is_backward(node)):
@@ -47,7 +48,7 @@ def _backwards_own(joint: JointGraph) -> set[Node]:
 
 
 def needed_by_forward(joint: JointGraph) -> set[Node]:
-    """Return the nodes that the results of forward depend on, themselves included."""
+    """Return the results of forward and all nodes that they depend on."""
     needed = {x for x in joint.results[: joint.num_forward_outputs] if isinstance(x, Node)}
     for node in reversed(joint.graph.nodes):
         if node in needed:
@@ -56,21 +57,21 @@ def needed_by_forward(joint: JointGraph) -> set[Node]:
 
 
 def is_repeated(node: Node, joint: JointGraph) -> bool:
-    """Say whether backward repeats a forward node rather than save it.
+    """Say whether backward repeats a forward node instead of saving its value.
 
-    That is a view, a decoded value, a parameter's copy, or a 16-bit value widened.
+    Such a node is a view, a decoded value, a parameter's copy, or a widened 16-bit value.
     """
     return kind_of(node) is Kind.VIEW or _is_decoded(node) or _is_widened(node) or is_copy_of_parameter(node, joint)
 
 
 def is_copy_of_parameter(node: Node, joint: JointGraph) -> bool:
-    """Say whether a node stores or converts a parameter, or reads such a copy; the parameter is there anyway."""
+    """Say whether a node stores or converts a parameter, or reads such a copy. The parameter is there anyway."""
     source = source_of_copy(node)
     return source is not node and source.op == "placeholder" and joint.describe(source).kind == "param"
 
 
 def source_of_copy(node: Node) -> Node:
-    """Return the source that a node stores, converts or reads back, or the node itself."""
+    """Return the value that a node stores, converts or reads back, or the node itself."""
     while node.target in _COPIES:
         node = node.all_input_nodes[0]
     return node

@@ -1,7 +1,7 @@
-"""Functions of torch that multiply matrices as a step of a numerical method, and that `torch.autocast` runs in float32.
+"""Find matrix products that are steps of a numerical method, which `torch.autocast` runs in float32.
 
 ``torch.cdist`` subtracts squares: of near points nothing is left in 16 bits. The backward of an inverse or of a
-decomposition multiplies by the condition of a matrix.
+decomposition multiplies errors by the condition of a matrix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PRODUCTS = frozenset({"linalg_matmul", "linalg_multi_dot", "linalg_vecdot", "li
 
 
 def float32_function(node: Node) -> str | None:
-    """Return the name of the function that a node of the joint graph is a step of, or None of any other."""
+    """Return the name of the numerical function that a node of the joint graph is a step of, or None."""
     stack = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack")
     if not stack:
         return None

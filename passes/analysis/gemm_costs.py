@@ -1,8 +1,8 @@
 """Estimate a GEMM's time over codes and over decoded values, by GPU, from the figures in ``gemm_costs.json``.
 
-The plan chooses what is stored in 8 bits. This module compares two ways to multiply it: multiply the codes, with a
-transposed copy where the tensor cores need one, or decode the codes and multiply in high precision. A GEMM takes the
-longer of its arithmetic and its memory traffic; each kernel takes a launch.
+The plan chooses which tensors are stored in 8 bits. This module compares two ways to multiply them: over the codes,
+with a transposed copy if the tensor cores need one, or over decoded values in high precision. A GEMM takes the longer
+of its arithmetic and its memory traffic, and each kernel takes a launch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FP8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Whether multiplying codes pays for a GEMM and its backward, and why. ``pays`` is None where nobody asked."""
+    """Whether multiplying codes pays for a GEMM and its backward, and why. ``pays`` is None if nobody asked."""
 
     pays: bool | None
     why: str
@@ -44,7 +44,7 @@ class Gpu:
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """Return the GPU a graph is compiled for, or None on a CPU."""
+    """Return the GPU that a graph is compiled for, or None on a CPU."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -56,26 +56,26 @@ class Costs:
     """Rates of one device."""
 
     source: str
-    """``measured`` or ``estimate``, and of which GPU where it is another one."""
+    """``measured`` or ``estimate``, with the GPU that the figures are of if it is another one."""
     bytes_per_s: float
     bf16_flop_per_s: float
     fp8_flop_per_s: float | None
     generated_flop_per_s: float
-    """For codes of formats without inf and NaN."""
+    """Rate of generated kernels for codes of formats without NaN."""
     generated_special_flop_per_s: float
-    """For codes of a format with NaN, which takes more instructions to decode."""
+    """Rate for codes of a format with NaN, which take more instructions to decode."""
     fp32_flop_per_s: float
     launch_s: float
-    """Seconds of the device from one kernel to the next. The host starts a kernel of Inductor or torch in that time."""
+    """Seconds of the device between two kernels. In that time the host starts one kernel of Inductor or torch."""
     own_host_s: float
     """Seconds of the host to start a kernel of fxprec, which compiled code calls through Python."""
     host_bytes_per_s: float = 2.5e10
-    """Between the device and pinned host memory, each way."""
+    """Rate between the device and pinned host memory, each way."""
     multiprocessors: int = 132
     clock_hz: float = 1.8e9
 
     def rate_of(self, product: Product) -> float:
-        """Return the operations a second of a GEMM over codes."""
+        """Return the operations per second of a GEMM over codes."""
         if product.kernel == "native":
             assert self.fp8_flop_per_s is not None
             return self.fp8_flop_per_s
@@ -94,21 +94,21 @@ def _figures() -> Mapping[str, Any]:
 
 
 def known_gpus() -> dict[str, Gpu]:
-    """Return the devices with figures of their own, by name in small letters."""
+    """Return the devices that have figures of their own, by lower-case name."""
     found = [Gpu(d["name"], (d["capability"][0], d["capability"][1])) for d in _figures()["devices"]]
     return {gpu.name.lower(): gpu for gpu in found}
 
 
 def margin() -> float:
-    """Return the share of the high GEMM's time that the low one must stay below."""
+    """Return the fraction of the high GEMM's time that the low GEMM must stay below."""
     return float(_figures()["margin"])
 
 
 def costs_of(gpu: Gpu) -> Costs:
-    """Return a device's figures, else another's, whose name ``source`` says then.
+    """Return a device's figures, or those of another device, which ``source`` then names.
 
-    The other is the newest of its kind that is not newer than the device. A card with memory of its own chip's package
-    moves several times the bytes of one with GDDR memory, whatever their age.
+    The other device is the newest of the same kind that is not newer than this device. A GPU with HBM has several times
+    the bandwidth of one with GDDR memory, whatever their age.
     """
     devices = _figures()["devices"]
     named = [d for d in devices if re.search(rf"\b{d['name']}\b", gpu.name)]
@@ -130,7 +130,7 @@ def _has_gddr(capability: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class Product:
-    """One GEMM node, and what multiplying its codes or their decoded numbers takes. Sizes in elements."""
+    """One GEMM node, and the work that multiplying its codes or its decoded operands takes. Sizes in elements."""
 
     m: int
     n: int
@@ -138,22 +138,22 @@ class Product:
     kernel: str
     """``native`` or ``generated``."""
     copies: tuple[int, ...] = ()
-    """Transposed copies that a native GEMM needs and no GEMM before it made."""
+    """Sizes of transposed copies that a native GEMM needs and no GEMM before it made."""
     decodes: tuple[int, ...] = ()
-    """Sizes of operands saved by forward: without codes, backward decodes each in a kernel of its own."""
+    """Sizes of operands that forward saved: without a GEMM over codes, backward decodes each in a kernel of its own."""
     written: int = 0
-    """Elements that the rounding kernel also writes decoded where the GEMM does not multiply codes."""
+    """Elements that the rounding kernel also writes decoded if the GEMM does not multiply codes."""
     high: torch.dtype = torch.bfloat16
-    """Dtype that the GEMM computes in over decoded values."""
+    """Dtype in which the GEMM computes over decoded values."""
     has_special: bool = False
-    """Whether an operand's format has a code of NaN."""
+    """Whether an operand's format has a code for NaN."""
 
 
 def low_seconds(products: Sequence[Product], costs: Costs, *, in_cuda_graph: bool = False) -> float:
-    """Return the seconds of GEMMs over codes with their transposed copies: the device's, or the host's if more.
+    """Return the seconds of GEMMs over codes with their transposed copies: the device's time, or the host's if longer.
 
-    The host starts kernels ahead of the device, so its time counts only where the device would wait. A CUDA graph needs
-    no host.
+    The host starts kernels ahead of the device, so its time counts only if the device would wait. A CUDA graph needs no
+    host.
     """
     device = sum(_low_on_device(p, costs) for p in products)
     return device if in_cuda_graph else max(device, sum(_low_on_host(p, costs) for p in products))
@@ -171,7 +171,7 @@ def _low_on_host(product: Product, costs: Costs) -> float:
 
 
 def high_seconds(products: Sequence[Product], costs: Costs) -> float:
-    """Return the seconds of decoding the operands and multiplying in high precision; the host takes no longer."""
+    """Return the seconds of decoding the operands and multiplying in high precision. The host takes no longer."""
     return sum(_high_on_device(p, costs) for p in products)
 
 

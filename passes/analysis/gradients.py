@@ -1,4 +1,4 @@
-"""Match gradients to values: walk the backward half of the joint graph as autograd ran it.
+"""Match gradients to values by a walk through the backward half of the joint graph in autograd's order.
 
 Autograd leaves no node for an operator whose backward is the identity (a residual ``add``), and its sums over consumers
 name no value. So the walk starts at the tangents, goes operator by operator, and traces each contribution to the value
@@ -15,13 +15,13 @@ from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.identities import Destinations
 from fxprec.passes.analysis.values import is_plain_float
 
-# Called for each contribution as (node, the value whose gradient it adds to, the users that take it as such);
-# returns the node that stands for the contribution from now on.
+# Called for each contribution with (node, the value whose gradient it contributes to, its readers as such). Returns
+# the node that replaces the contribution.
 Visit = Callable[[Node, Node, list[Node]], Node]
 
 
 class GradientWalk:
-    """One walk over the operators in the order autograd ran their backward; ``visit`` may edit the graph."""
+    """One walk over the operators in the order in which autograd ran their backward; ``visit`` may edit the graph."""
 
     def __init__(self, grouped: Grouped, visit: Visit) -> None:
         self.grouped, self.visit = grouped, visit
@@ -29,7 +29,7 @@ class GradientWalk:
         self.joint = grouped.operators.joint
         self.sums = self.operators.accumulations
         self.destinations = Destinations(self.operators)
-        self.contributions: dict[Node, list[Node]] = {}  # value -> contributions, as they stand in the graph
+        self.contributions: dict[Node, list[Node]] = {}  # value -> nodes that contribute to its gradient
 
     def run(self) -> None:
         """Walk from the outputs to the inputs, and visit each gradient that an operator's backward passes on."""
@@ -40,18 +40,18 @@ class GradientWalk:
             inside = set(op.backward)
             leaving = [n for n in op.backward if any(u not in inside for u in n.users)]
             if op.outputs and (summed := self.sum_of(op.outputs[0])) is not None:
-                leaving.append(summed)  # to the inputs, if any, through which the backward is the identity
+                leaving.append(summed)  # passed on to inputs for which the operator's backward is the identity
             self._pass_on(op.inputs, leaving, inside)
 
     def _start_at_tangents(self) -> None:
-        """Visit each tangent: what the code outside of the graph contributes to the gradient of a returned value."""
+        """Visit each tangent: the contribution of code outside the graph to the gradient of a returned value."""
         for tangent in self.joint.tangents:
             result = self.joint.returned_for(tangent)
             if result is not None:
                 self._visit(tangent, self.operators.base(result), list(tangent.users))
 
     def _pass_on(self, inputs: Iterable[Node], leaving: Iterable[Node], inside: set[Node]) -> None:
-        """Visit what an operator's backward passes on, once per value it belongs to."""
+        """Visit each gradient that leaves an operator's backward, once for each value that it belongs to."""
         values = list(dict.fromkeys(self.operators.base(n) for n in inputs))
         for node in leaving:
             users = [u for u in node.users if u not in inside]
@@ -73,7 +73,7 @@ class GradientWalk:
         self.contributions.setdefault(target, []).append(stands_for)
 
     def sum_of(self, value: Node) -> Node | None:
-        """Return the node that sums all contributions to ``value``'s gradient, or None where none is seen."""
+        """Return the node that sums all contributions to ``value``'s gradient, or None if there is none."""
         parts = self.contributions.get(value)
         if not parts:
             return None
@@ -87,7 +87,7 @@ class GradientWalk:
         return self._above_repeated(node, covered, value)
 
     def _above_repeated(self, node: Node, covered: set[Node], value: Node) -> Node:
-        """Climb where a sum adds the contribution again, as ``a + a``; return the highest sum that is ``value``'s."""
+        """Climb through sums that add a contribution again, as ``a + a``, to the highest that is ``value``'s."""
         highest = node
         while above := next((u for u in node.users if u in self.sums and covered.issuperset(u.all_input_nodes)), None):
             node = above

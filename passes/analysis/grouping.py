@@ -1,26 +1,26 @@
 """Form groups of operators by execution order, as in the paper, or by data flow.
 
-**execution** (Lee et al. 2023, section 4.1). Group 0 opens with the graph's inputs, and each GEMM opens the next: an
-operator lies in the group of the GEMM that ran last before it, related or not. GEMM i stands between groups i and
+**execution** (Lee et al. 2023, section 4.1). Group 0 opens with the graph's inputs, and each GEMM opens the next group.
+An operator belongs to the group of the last GEMM that ran before it, related or not. GEMM i stands between groups i and
 i + 1.
 
 **dataflow**. Without its GEMMs the graph falls apart into regions:
 
-- The vertices are the floating-point inputs, the GEMMs, and the operators that read or make a *datum*: a floating-point
-  value that a GEMM made, or that depends on such an input or on a parameter. Views are no vertices: a reader of a
-  view reads the tensor that it shows.
-- An operator that is no GEMM is joined to the maker of each datum that it reads. A GEMM is joined to nothing it reads,
-  and so its result opens the region of what reads it. Parameters and buffers have no maker and join nothing.
+- The vertices are the floating-point inputs, the GEMMs, and the operators that read or compute a *datum*: a
+  floating-point value that a GEMM computed, or that depends on such an input or on a parameter. Views are no
+  vertices: a reader of a view reads the tensor that it shows.
+- An operator that is no GEMM has an edge to the maker of each datum that it reads. A GEMM has no edge to its operands,
+  and so its result opens the region of its readers. Parameters and buffers have no maker, and so no edges.
 - The groups are the connected components, numbered in the order in which operators first touch them: an operator
-  touches what it reads, then what it makes. Inputs that no operator touches come last, in call order.
-- An operator that is no vertex (masks, indices, constants) lies where the first operator that reads it makes its
+  touches its inputs, then its outputs. Inputs that no operator touches come last, in call order.
+- An operator that is no vertex (masks, indices, constants) belongs to the group of the first operator that reads its
   result.
 
 GEMM i stands between the group of its first operand that is a datum and the group of its result. Both may be the same,
 several GEMMs may open one group, and there may be more or fewer groups than GEMMs. Along a chain both groupings agree.
 
-Parameters and gradients lie as they do under either: a parameter with the first input of the operator that uses it
-first, or with that operator where this input is no datum; a gradient with its value.
+Under both groupings a parameter belongs to the group of the first input of the operator that uses it first, or to that
+operator's group if this input is no datum. A gradient belongs to the group of its value.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def by_execution(operators: Operators) -> Grouping:
 
 
 def by_dataflow(operators: Operators) -> Grouping:
-    """Cut the graph at its GEMMs; a group is what is still connected."""
+    """Remove the GEMMs from the graph; the groups are the connected components that remain."""
     graph = _without_gemms(operators)
     group_of = _numbered(operators, graph)
     of_operator = {op: group_of[op] for op in operators.all if op in group_of}
@@ -105,7 +105,7 @@ def _data(operators: Operators) -> set[Node]:
 
 
 def _makers(op: Operator, operators: Operators) -> Iterator[Vertex]:
-    """Yield what makes the values an operator reads, seen through views: operators and inputs of the graph."""
+    """Yield the makers of the values that an operator reads, seen through views: operators and inputs of the graph."""
     for node in op.inputs:
         if is_differentiable(node):
             base = operators.base(node)
@@ -129,7 +129,7 @@ def _numbered(operators: Operators, graph: nx.Graph[Vertex]) -> dict[Vertex, int
 
 
 def _before(gemm: Operator, operators: Operators, group_of: Mapping[Vertex, int]) -> int:
-    """Return the group of a GEMM's first operand that has one, or its own."""
+    """Return the group of a GEMM's first operand that has a group, or the GEMM's own group."""
     for factor in factors_of(gemm.nodes[0]):
         base = operators.base(factor)
         maker = operators.of_node.get(base, base)

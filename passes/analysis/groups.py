@@ -29,10 +29,10 @@ from fxprec.plan.plan import GemmNames
 
 @dataclass(frozen=True)
 class Grouped:
-    """The counted tensors of a graph with the nodes that carry them.
+    """The counted tensors of a graph and their nodes.
 
-    ``values`` maps a forward tensor's node to its `CountedTensor`; ``grads`` maps the same node to the counted
-    gradient of that value.
+    ``values`` maps a forward tensor's node to its `CountedTensor`; ``grads`` maps the same node to the counted gradient
+    of that value.
     """
 
     operators: Operators
@@ -48,9 +48,10 @@ class Grouped:
 
     @cached_property
     def ends(self) -> frozenset[int] | None:
-        """Return the ids of the first GEMM's operands, parameters, results and gradients, and of all in the last group.
+        """Return the ids of tensors beside the first GEMM and of all tensors in the last group (``keep_high="ends"``).
 
-        None where the groups themselves say so (execution order).
+        Beside the first GEMM are its operands, parameters, results and their gradients. None if the groups are in
+        execution order, which determines the ends by itself.
         """
         if self.grouping.name == "execution" or not self.gemms:
             return None
@@ -63,7 +64,7 @@ class Grouped:
 
     @property
     def gemms_by_name(self) -> GemmNames:
-        """Return operator and module of each GEMM, as `Plan.gemms_by_name`."""
+        """Return the operator and the module of each GEMM, as `Plan.gemms_by_name` does."""
         return tuple((op.aten, op.module) for op in self.gemms)
 
     @property
@@ -91,15 +92,15 @@ class Grouped:
 def group_tensors(
     operators: Operators, grouping: GroupingName = "execution", *, copies_parameters: bool = True
 ) -> Grouped:
-    """Count the tensors of the operators in execution order, grouped as `GROUPINGS` defines it.
+    """Count the tensors of the operators in execution order, and group them as `GROUPINGS` defines.
 
-    Parameters are saved for backward where forward ``copies_parameters`` that backward then reads.
+    ``copies_parameters``: whether forward makes copies of parameters for backward, which then count as saved.
     """
     return _Walk(operators, GROUPINGS[grouping](operators), copies_parameters).run()
 
 
 class _Walk:
-    """The state of one walk: what was counted so far."""
+    """The state of one walk over the operators: the tensors counted so far."""
 
     def __init__(self, operators: Operators, grouping: Grouping, copies_parameters: bool) -> None:
         self.operators, self.grouping = operators, grouping
@@ -136,7 +137,7 @@ class _Walk:
                     self._count(node, "grad_param", group, op.module, op.source, op.is_gemm)
 
     def _group_of_first_input(self, op: Operator, bases: Sequence[Node]) -> int:
-        """Return the group of an operator's parameters: that of its first input which is no parameter."""
+        """Return the group of an operator's parameters: the group of its first input that is no parameter."""
         for node in bases:
             if node in self.grouping.of_input:
                 return self.grouping.of_input[node]
@@ -147,7 +148,7 @@ class _Walk:
     def _count_value(self, node: Node, group: int, module: str, source: str, of_gemm: bool) -> None:
         if is_plain_float(node):
             self._count(node, "output", group, module, source, of_gemm)
-        if node in self.differentiable and is_float_tensor(node):  # of a mask, ordinary numbers
+        if node in self.differentiable and is_float_tensor(node):  # a mask's gradient has ordinary numbers
             self._count(node, "grad_output", group, module, source, of_gemm)
 
     def _count(self, node: Node, kind: Kind, group: int, module: str, source: str, of_gemm: bool) -> None:
@@ -173,14 +174,14 @@ class _Walk:
         (self.grads if is_grad else self.values)[node] = tensor
 
     def _refuse_float64(self, param: Node, module: str, source: str) -> None:
-        """Raise `LoweringError` for a float64 parameter: of a float64 model nothing would be planned."""
+        """Raise `LoweringError` for a float64 parameter: nothing of a float64 model would be planned."""
         if tensor_of(param).dtype == torch.float64:
             raise LoweringError(_no_float64(self._name(param), module, source))
 
     def _refuse_mixed(self, op: Operator) -> None:
-        """Raise `LoweringError` for a float64 or integer operand beside a float one, which torch refuses when it runs.
+        """Raise `LoweringError` for a float64 or integer operand beside a float operand, which torch refuses too.
 
-        Narrowed GEMMs would name in their error the 16 bits of the other operand, which are not the user's.
+        After narrow-gemms torch's error would name the other operand's 16-bit dtype, which the user did not choose.
         """
         dtypes = {factor: tensor_of(factor).dtype for factor in (factors_of(op.nodes[0]) if op.is_gemm else ())}
         floats = [dtype for dtype in dtypes.values() if dtype in FLOATS]
@@ -217,7 +218,7 @@ def _gemm_operands(operators: Operators) -> frozenset[Node]:
 
 
 def _saved_for_backward(operators: Operators, copies_parameters: bool) -> frozenset[Node]:
-    """Return the forward values (bases) that backward reads; where it recomputes, the boundary only."""
+    """Return the forward values (bases) that backward reads; of recomputed regions only the boundary."""
     joint = operators.joint
     found: set[Node] = set()
     if not joint.tangents:
@@ -237,7 +238,7 @@ def _outlives_forward(node: Node, joint: JointGraph, copies_parameters: bool) ->
 
 
 def _differentiable(operators: Operators) -> frozenset[Node]:
-    """Return the values with a gradient: they depend on an input with one, and a tangent depends on them."""
+    """Return the values with a gradient: they depend on an input with a gradient, and an output depends on them."""
     joint = operators.joint
     if not joint.tangents:
         return frozenset()

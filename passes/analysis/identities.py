@@ -1,8 +1,8 @@
 """Follow gradients through sums, views and operators whose backward is the identity.
 
 Autograd leaves no node for the backward of a residual ``add``, so a gradient that leaves an operator may reach the
-backward of operators far above its inputs. To find the input it belongs to, its destinations are compared with those
-that a gradient of each input would have. Paths are counted, not only their ends: in ``b = a + a; c = a + b`` the
+backward of operators far above its inputs. To find the input that a gradient belongs to, its destinations are compared
+with the destinations of each input's gradient. Paths are counted, not only their ends: in ``b = a + a; c = a + b`` the
 gradients of a and of b end at the same operator, the latter by two paths.
 """
 
@@ -24,10 +24,10 @@ from fxprec.passes.analysis.operators import Operator, Operators
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """A multiset of operators and graph inputs, in two ints, since a residual stream makes it as long as the model.
+    """A multiset of operators and graph inputs, in two ints: along a residual stream it would be as long as the model.
 
-    ``mask`` has a bit for each member. ``paths`` sums a random weight of each member as often as a path leads to
-    it: equal multisets have equal sums, and others almost surely not.
+    ``mask`` has a bit for each member. ``paths`` adds a random weight of each member for each path that leads to it.
+    Equal multisets have equal sums, and different multisets almost surely have not.
     """
 
     mask: int = 0
@@ -35,27 +35,27 @@ class Ends:
 
     @classmethod
     def single(cls, index: int) -> Self:
-        """Return the multiset that holds number ``index`` once."""
+        """Return the multiset that contains ``index`` once."""
         return cls(1 << index, random.Random(index).getrandbits(128))
 
     def plus(self, other: Ends) -> Ends:
-        """Return the sum of two multisets: how often each holds a number is added."""
+        """Return the sum of two multisets, which adds each member's counts."""
         return Ends(self.mask | other.mask, (self.paths + other.paths) % (1 << 128))
 
     def times(self, count: int) -> Ends:
-        """Return the multiset with each number ``count`` times as often."""
+        """Return the multiset with each member's count multiplied by ``count``."""
         return Ends(self.mask, (self.paths * count) % (1 << 128))
 
 
 NOWHERE = Ends()
 Taker: TypeAlias = Operator | Node
 
-# An operator passes one gradient on to two inputs and few users; above this, each user goes to the nearest value.
+# Most gradients have two candidate values and few users. With more combinations, each user gets the nearest value.
 MAX_TRIES = 256
 
 
 class Destinations:
-    """Destinations in the joint graph as it is now; nodes inserted later are unknown and lead nowhere."""
+    """Destinations of gradients in the joint graph's present state. Nodes inserted later lead nowhere."""
 
     def __init__(self, operators: Operators) -> None:
         self.operators = operators
@@ -68,10 +68,10 @@ class Destinations:
         self._of_value: dict[Node, Ends] = {}
 
     def share(self, values: Sequence[Node], node: Node, users: Sequence[Node]) -> dict[Node, list[Node]]:
-        """Return, by value, the ``users`` that take ``node`` as a gradient of it.
+        """Return, by value, the ``users`` that read ``node`` as a gradient of that value.
 
-        A gradient of one value goes to all of its users; one that an ``add`` passes on to both of its inputs is
-        shared out so that each input's part ends where that input's gradient ends.
+        A gradient of one value belongs to that value with all users. If an ``add`` passes a gradient on to both inputs,
+        the users are divided so that each input's part ends where that input's gradient ends.
         """
         takers = self._takers(node, users)
         takers = {t: found for t, found in takers.items() if any(self.of_value(v).mask & found.mask for v in values)}
@@ -86,7 +86,7 @@ class Destinations:
         return parts
 
     def _exact_choice(self, values: Sequence[Node], takers: Mapping[Taker, Ends]) -> tuple[Node, ...] | None:
-        """Return a value for each taker such that every value chosen gets exactly where its gradient ends."""
+        """Return a value for each taker, so that the takers of each value end exactly where its gradient ends."""
         if len(values) ** len(takers) > MAX_TRIES:
             return None
         for choice in product(values, repeat=len(takers)):
@@ -107,9 +107,9 @@ class Destinations:
         return reduce(Ends.plus, takers.values(), NOWHERE).paths == self.of_value(value).paths
 
     def _takers(self, node: Node, users: Iterable[Node], *, twice: bool = False) -> dict[Taker, Ends]:
-        """Return the takers of ``node`` and where it ends in each; ``twice`` counts ``node + node`` twice.
+        """Return the takers of ``node`` and the destinations in each; ``twice`` counts ``node + node`` twice.
 
-        An operator's backward reads a gradient in several nodes, but takes it once.
+        An operator's backward may read a gradient in several nodes, but takes it once.
         """
         found: dict[Taker, Ends] = {}
         for user in users:
@@ -123,12 +123,12 @@ class Destinations:
         return user if owner is None or owner.is_view else owner
 
     def follow(self, node: Node, new: Node) -> None:
-        """Note that ``new`` now stands where ``node`` stood."""
+        """Record that ``new`` replaces ``node``."""
         if node in self._returned:
             self._returned[new] = self._returned[node]
 
     def of_value(self, node: Node) -> Ends:
-        """Return where a gradient of the forward value ``node`` ends."""
+        """Return the destinations of a gradient of the forward value ``node``."""
         stack = [node]
         while stack:
             top = stack[-1]
@@ -156,7 +156,7 @@ class Destinations:
         return found
 
     def _climb(self) -> None:
-        """Find, for each backward node, the operators or inputs whose gradient it becomes."""
+        """Compute, for each backward node, the operators or inputs whose gradient it becomes."""
         for node in reversed(list(self.operators.joint.backward_nodes())):
             owner = self.operators.of_backward_node.get(node)
             if owner is not None and not owner.is_view:
@@ -167,9 +167,10 @@ class Destinations:
 
 
 def _identity_inputs(op: Operator | None) -> list[Node]:
-    """Return the inputs, as often as they are read, through which the backward is the identity.
+    """Return the inputs towards which the operator's backward is the identity, as often as they are read.
 
-    Where an operator has no backward nodes these are all; a sum that broadcasts one input has nodes for that one.
+    An operator without backward nodes has the identity for all inputs; a sum has backward nodes only for an input that
+    it broadcasts.
     """
     if op is None or (op.backward and op.aten not in ops.LINEAR_SUMS) or not op.outputs:
         return []

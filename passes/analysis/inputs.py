@@ -1,4 +1,4 @@
-"""The inputs of a captured graph, as the user names them."""
+"""The inputs of a captured graph, with the user's names."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ InputKind = Literal["param", "buffer", "input", "table", "other"]
 
 @dataclass(frozen=True, slots=True)
 class GraphInput:
-    """One input of the graph Dynamo captured, in call order."""
+    """One input of the graph that Dynamo captured, in call order."""
 
     name: str  # the user's name: "layer1.0.conv1.weight", "x"
-    kind: InputKind  # "other" is what AOTAutograd adds: effect tokens, random seeds
+    kind: InputKind  # "other": an input that AOTAutograd adds, such as an effect token or a random seed
     module: str  # the owning module's path, "" for inputs
 
 

@@ -18,7 +18,7 @@ from fxprec.passes.analysis.inputs import GraphInput, InputKind
 
 
 def input_index(node: Node) -> int | None:
-    """Return which captured input a placeholder stands for or is a part of; None for what AOTAutograd adds."""
+    """Return the captured input that a placeholder is, or is a part of; None for inputs that AOTAutograd adds."""
     desc = node.meta.get("desc")
     if desc is not None:
         return descriptors.captured_index(desc)
@@ -27,42 +27,42 @@ def input_index(node: Node) -> int | None:
 
 
 def is_backward(node: Node) -> bool:
-    """Say whether autograd made this node."""
+    """Say whether a node belongs to the backward half."""
     return node.meta.get("partitioner_tag") == "is_backward" or bool(node.meta.get("autograd_backward"))
 
 
 def value(node: Node) -> torch.Tensor | None:
-    """Return the node's fake tensor, or None where the node holds something else."""
+    """Return the node's fake tensor, or None if the node's value is not a tensor."""
     val = node.meta.get("val")
     return val if isinstance(val, torch.Tensor) else None
 
 
 def tensor_of(node: Node) -> torch.Tensor:
-    """Return the fake tensor of a node that holds one."""
+    """Return the fake tensor of a node. Fails an assertion if the node's value is not a tensor."""
     val = value(node)
     assert val is not None, f"{node.format_node()} holds no tensor"
     return val
 
 
 def input_at(node: Node, position: int) -> Node:
-    """Return the argument at ``position``, where it is a node."""
+    """Return the argument at ``position``. Fails an assertion if the argument is not a node."""
     arg = node.args[position]
     assert isinstance(arg, Node), f"{node.format_node()}: argument {position} is no node"
     return arg
 
 
 def unconverted(node: Node) -> Node:
-    """Return what a node converts to another dtype, or the node itself."""
+    """Return the operand of a conversion to another dtype, or the node itself if the node is no conversion."""
     return input_at(node, 0) if node.target is ops.CONVERT else node
 
 
 def argument(node: Node, position: int, default: object = None) -> object:
-    """Return the argument at ``position``, or what stands for one that the call leaves out."""
+    """Return the argument at ``position``, or ``default`` if the call leaves it out."""
     return node.args[position] if position < len(node.args) else default
 
 
 def item_of(node: Node) -> tuple[Node, int] | None:
-    """Return (operator with several results, which of them) where ``node`` takes one."""
+    """Return (operator with several results, index of one) if ``node`` takes one of them, else None."""
     if node.target is not operator.getitem:
         return None
     _, index = node.args
@@ -71,7 +71,7 @@ def item_of(node: Node) -> tuple[Node, int] | None:
 
 
 def is_view(node: Node) -> bool:
-    """Say whether a node only shows or moves another's data, as one of several pieces perhaps."""
+    """Say whether a node only shows or moves another node's data. A piece of a split counts."""
     item = item_of(node)
     return (node if item is None else item[0]).target in ops.VIEWS
 
@@ -82,7 +82,10 @@ def is_view_or_cast(node: Node) -> bool:
 
 
 def readers(node: Node, shows: Callable[[Node], bool] = is_view) -> Iterator[tuple[Node, Node]]:
-    """Yield (what is read, by whom), seen through what ``shows`` holds for: views, pieces of splits among them."""
+    """Yield (node that is read, its reader) for each reader of ``node``, seen through nodes for which ``shows`` holds.
+
+    By default these are views, pieces of splits among them.
+    """
     for user in node.users:
         if shows(user):
             yield from readers(user, shows)
@@ -91,7 +94,7 @@ def readers(node: Node, shows: Callable[[Node], bool] = is_view) -> Iterator[tup
 
 
 def shown(node: Node, shows: Callable[[Node], bool] = is_view) -> tuple[Node, list[Node]]:
-    """Return the value that a node shows, and the nodes between that ``shows`` holds for, from the node on."""
+    """Return the source of a chain of nodes for which ``shows`` holds, and that chain from ``node`` upwards."""
     found = []
     while shows(node) and len(node.all_input_nodes) == 1:
         found.append(node)
@@ -100,24 +103,24 @@ def shown(node: Node, shows: Callable[[Node], bool] = is_view) -> tuple[Node, li
 
 
 def has_tag(node: Node, tag: torch.Tag) -> bool:
-    """Say whether torch says that of the operator: ``pointwise``, ``nondeterministic_seeded``."""
+    """Say whether torch tags the node's operator with ``tag``: ``pointwise``, ``nondeterministic_seeded``."""
     return isinstance(node.target, torch._ops.OpOverload) and tag in node.target.tags
 
 
 def made_by(node: Node) -> Node:
-    """Return the operator that computes ``node``, which may be one of its several results."""
+    """Return the operator that computes ``node``: for one of several results the node that returns them all."""
     item = item_of(node)
     return node if item is None else item[0]
 
 
 def operator_of(node: Node) -> Callable[..., Any]:
-    """Return what a ``call_function`` node calls."""
+    """Return the function that a ``call_function`` node calls."""
     assert callable(node.target), f"{node.format_node()} calls no function"
     return node.target
 
 
 def results_of(graph: Graph) -> Sequence[object]:
-    """Return what a graph returns."""
+    """Return the results of a graph."""
     (results,) = graph.output_node().args
     assert isinstance(results, list | tuple)
     return results
@@ -129,7 +132,7 @@ def set_results(graph: Graph, results: list[Any]) -> None:
 
 
 def factors_of(gemm: Node) -> list[Node]:
-    """Return what a GEMM multiplies; of an operator that is none, nothing."""
+    """Return the nodes that a GEMM multiplies; an empty list if ``gemm`` is no GEMM."""
     factors = (argument(gemm, position) for position in ops.GEMM_OPERANDS.get(gemm.target, ()))
     return [factor for factor in factors if isinstance(factor, Node)]
 
@@ -143,7 +146,7 @@ def numel_expr(val: torch.Tensor) -> sympy.Expr:
 
 
 def dim_hint(size: int | torch.SymInt) -> int:
-    """Return a size as it was traced."""
+    """Return the value that a size had when the graph was traced."""
     if isinstance(size, torch.SymInt):
         return int(size.node.hint) if size.node.hint is not None else int(size)
     return int(size)
@@ -162,13 +165,13 @@ def shape_text(val: torch.Tensor) -> str:
     return " x ".join(str(size) for size in val.shape) or "1"
 
 
-# Inner tensors that hold what their subclass stands for keep its name: a DTensor's local shard.
+# An inner tensor that has a subclass's whole content, as a DTensor's local shard, keeps the subclass's name.
 _MAIN_PARTS = frozenset({"_local_tensor"})
 
 
 @dataclass(frozen=True)
 class JointGraph:
-    """The joint graph with its borders named. In an inference graph there is no backward half."""
+    """The joint graph with its inputs, its results and its two halves. An inference graph has no backward half."""
 
     graph: Graph
     inputs: Sequence[GraphInput]
@@ -180,7 +183,7 @@ class JointGraph:
 
     @cached_property
     def used_inputs(self) -> tuple[Node, ...]:
-        """Return the model's own inputs that something reads."""
+        """Return the model's own inputs that at least one node reads."""
         return tuple(n for n in self.placeholders if n.users and self.describe(n).kind == "input")
 
     @cached_property
@@ -190,15 +193,15 @@ class JointGraph:
 
     @staticmethod
     def is_tangent(node: Node) -> bool:
-        """Say whether a node is the gradient of an output, which the backward half is handed."""
+        """Say whether a node is the gradient of an output, an input of the backward half."""
         return node.op == "placeholder" and "tangent" in node.name
 
     def in_backward(self, node: Node) -> bool:
-        """Say whether a node belongs to the backward half: autograd made it, or hands it in."""
+        """Say whether a node belongs to the backward half or is a tangent."""
         return is_backward(node) or self.is_tangent(node)
 
     def made_of_tangents(self) -> set[Node]:
-        """Return the tangents and what depends on one, in the graph as it is now."""
+        """Return the tangents and the nodes that depend on one, in the graph's present state."""
         found = set(self.tangents)
         for node in self.graph.nodes:
             if not found.isdisjoint(node.all_input_nodes):
@@ -212,12 +215,12 @@ class JointGraph:
 
     @property
     def results(self) -> Sequence[object]:
-        """Return what the graph returns: outputs of forward, then gradients; None where an input has no gradient."""
+        """Return the graph's results: outputs of forward, then gradients, or None for an input without a gradient."""
         return results_of(self.graph)
 
     @property
     def num_forward_outputs(self) -> int:
-        """Return the number of outputs before the gradients, of which there is one, or None, per input."""
+        """Return the number of results before the gradients. Each input has one gradient or None."""
         if not self.tangents:
             return len(self.results)
         descs = self.output.meta.get("desc")
@@ -227,7 +230,7 @@ class JointGraph:
 
     @cached_property
     def has_table(self) -> bool:
-        """Say whether this is the captured graph, and not one nested in it or made beside it."""
+        """Say whether this is the captured graph, rather than a graph nested in it or traced beside it."""
         return self._find_table() is not None
 
     @cached_property
@@ -246,9 +249,9 @@ class JointGraph:
 
     @property
     def updates_weights(self) -> bool:
-        """Say whether this is no model but what steps one: it writes over weights, or over gradients alone.
+        """Say whether this graph is not a model but steps one: it overwrites weights, or gradients alone.
 
-        A model's own graph writes over buffers, or over its inputs beside GEMMs.
+        A model's own graph overwrites buffers, or inputs if it also has GEMMs.
         """
         if self.tangents:
             return False
@@ -257,7 +260,7 @@ class JointGraph:
         return "param" in written or ("input" in written and next(gemms, None) is None)
 
     def _overwritten(self) -> Iterator[Node]:
-        """Iterate over the inputs of floating point that the graph writes over."""
+        """Yield the floating-point inputs that the graph overwrites."""
         for node in self.graph.nodes:
             into = argument(node, 0) if node.target in ops.MUTATIONS else None
             val = value(into) if isinstance(into, Node) and into.op == "placeholder" else None
@@ -265,7 +268,7 @@ class JointGraph:
                 yield into
 
     def describe(self, node: Node) -> GraphInput:
-        """Return the captured input that a placeholder is, or is an inner tensor of."""
+        """Return the captured input that a placeholder is, or whose inner tensor it is."""
         index = input_index(node)
         if index is None or index >= len(self.inputs):
             return self._attribute(node) or GraphInput(node.name, "other", "")
@@ -276,7 +279,7 @@ class JointGraph:
 
     @staticmethod
     def _attribute(node: Node) -> GraphInput | None:
-        """Return what a placeholder is that was an attribute of the captured graph, as an optimizer's tensors are."""
+        """Return the input that was an attribute of the captured graph, as an optimizer's tensors are, or None."""
         desc = node.meta.get("desc")
         kinds: dict[str, InputKind] = {"ParamAOTInput": "param", "BufferAOTInput": "buffer"}
         kind = kinds.get(descriptors.kind(desc))
@@ -287,7 +290,7 @@ class JointGraph:
 
     @cached_property
     def gradients(self) -> dict[Node, tuple[int, Node]]:
-        """Map each input with a gradient to (position in the outputs, gradient node)."""
+        """Return (position among the results, gradient node) for each input with a gradient."""
         if not self.tangents:
             return {}
         descs = self.output.meta.get("desc")
@@ -296,7 +299,7 @@ class JointGraph:
 
     @property
     def contiguous_gradients(self) -> tuple[int, ...]:
-        """Return the positions, among backward's results, of gradients whose inputs are contiguous."""
+        """Return the positions of the gradients of contiguous inputs, counted among backward's results."""
         first = self.num_forward_outputs
         return tuple(at - first for node, (at, _) in self.gradients.items() if tensor_of(node).is_contiguous())
 
@@ -313,9 +316,10 @@ class JointGraph:
             yield node, (first + i, gradient)
 
     def stepped(self, inputs: Collection[int]) -> Iterator[tuple[Node, int, Node]]:
-        """Yield (parameter, position of its gradient among the results, gradient) of captured inputs backward steps.
+        """Yield (parameter, position of its gradient among the results, gradient) for each of these captured inputs.
 
-        The step is made by a kernel for one dtype, so a gradient of another is returned.
+        The kernel of a step takes one dtype. So a gradient in another dtype than its parameter's is left out, and
+        returned.
         """
         for parameter, (at, _) in self.gradients.items():
             gradient = self.results[at]
@@ -325,7 +329,7 @@ class JointGraph:
                 yield parameter, at, gradient
 
     def returned_for(self, tangent: Node) -> Node | None:
-        """Return the forward output that a tangent is the gradient of."""
+        """Return the forward output that ``tangent`` is the gradient of, or None."""
         whole, path = descriptors.key(tangent.meta.get("desc"))
         wanted = (getattr(whole, "output", None), path)
         descs = self.output.meta.get("desc") or ()
@@ -335,13 +339,13 @@ class JointGraph:
         return None
 
     def forward_nodes(self) -> Iterator[Node]:
-        """Yield the forward ``call_function`` nodes in execution order, mutation write-backs left out."""
+        """Yield the forward ``call_function`` nodes in execution order, without the write-backs of mutations."""
         for node in self.graph.nodes:
             if node.op == "call_function" and not is_backward(node) and node.target not in ops.MUTATIONS:
                 yield node
 
     def backward_nodes(self) -> Iterator[Node]:
-        """Yield the calls that belong to the backward pass, in graph order."""
+        """Yield the backward ``call_function`` nodes in graph order."""
         for node in self.graph.nodes:
             if node.op == "call_function" and is_backward(node):
                 yield node

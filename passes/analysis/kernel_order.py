@@ -1,6 +1,6 @@
-"""Order a graph's kernels: late those that take memory, early those that free it.
+"""Order a graph's kernels to save memory: kernels that allocate memory run late, kernels that free memory run early.
 
-Autograd's order computes a gradient before its reader needs it, and a recomputed tensor before the GEMM that reads it.
+Autograd's order computes a gradient long before its reader runs, and a recomputed tensor before the GEMM that reads it.
 It widens each parameter's gradient at once. All these tensors then wait in memory together.
 """
 
@@ -13,20 +13,20 @@ from heapq import heapify, heappop, heappush
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel: the buffers it makes and reads, with their bytes, and the positions of those it comes after."""
+    """One kernel: the buffers that it writes and reads, in bytes, and the kernels that must run before it."""
 
     makes: Mapping[str, int]
     reads: Mapping[str, int]
-    """Without what the caller keeps."""
+    """Buffers that the caller keeps are left out."""
     after: frozenset[int]
 
 
 def saving_order(kernels: Sequence[Kernel]) -> list[int]:
-    """Return the positions of ``kernels``, each after those it depends on, in an order that holds few bytes at once.
+    """Return the positions of ``kernels`` in an order that keeps dependencies and few bytes live.
 
-    Built from the end: of the kernels that all their readers follow, next comes the one before which the fewest bytes
-    are live, if that is fewer than after it; else the one that came last in the order given, so that what belongs
-    together stays together.
+    The order is built from the end. Candidates are the kernels whose readers are all placed. Among these, the next is
+    the kernel before which the fewest bytes are live, if that is fewer than after it. Otherwise it is the last kernel
+    in the given order, so that related kernels stay together.
     """
     waiting = [0] * len(kernels)
     for kernel in kernels:
@@ -38,7 +38,7 @@ def saving_order(kernels: Sequence[Kernel]) -> list[int]:
             readers.setdefault(name, []).append(i)
     growth = [sum(kernel.reads.values()) - sum(kernel.makes.values()) for kernel in kernels]
     ready = {i for i, others in enumerate(waiting) if not others}
-    by_growth, by_place = [(growth[i], -i) for i in ready], [-i for i in ready]  # with some that are ready no more
+    by_growth, by_place = [(growth[i], -i) for i in ready], [-i for i in ready]  # may have stale entries
     heapify(by_growth)
     heapify(by_place)
     live: set[str] = set()
@@ -53,7 +53,7 @@ def saving_order(kernels: Sequence[Kernel]) -> list[int]:
         ready.remove(chosen)
         reverse.append(chosen)
         for name in kernels[chosen].reads:
-            for i in () if name in live else readers[name]:  # it lives behind them anyway, by now
+            for i in () if name in live else readers[name]:  # the buffer is now live behind its other readers anyway
                 growth[i] -= kernels[i].reads[name]
                 if i in ready:
                     heappush(by_growth, (growth[i], -i))
@@ -69,7 +69,7 @@ def saving_order(kernels: Sequence[Kernel]) -> list[int]:
 
 
 def peak_bytes(kernels: Sequence[Kernel], order: Sequence[int], kept: frozenset[str] = frozenset()) -> int:
-    """Return the most bytes that live at once; ``kept`` are never freed."""
+    """Return the most bytes that are live at once; buffers in ``kept`` are never freed."""
     last = {name: step for step, i in enumerate(order) for name in (*kernels[i].makes, *kernels[i].reads)}
     made = {name for kernel in kernels for name in kernel.makes}
     live = peak = sum({n: size for k in kernels for n, size in k.reads.items() if n not in made}.values())

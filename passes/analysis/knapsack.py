@@ -1,10 +1,10 @@
-"""The exact policy's solver: a 0/1 covering knapsack by HiGHS (Lee et al. 2023, Theorem 3.2).
+"""Solve the exact policy's problem: a 0/1 covering knapsack, by HiGHS (Lee et al. 2023, Theorem 3.2).
 
     minimise  sum of damage over the chosen   subject to   sum of weight over the chosen >= need
 
-HiGHS works in floating point with absolute tolerances; element counts up to 1e10 and damages from 1e-12 to 1e6 do
-not fit into those. So the problem is scaled to what an optimal solution can contain, every answer is checked in
-exact integers, and one that falls short comes back as a cover cut: "something outside this set must be chosen".
+HiGHS works in floating point with absolute tolerances. Element counts up to 1e10 and damages from 1e-12 to 1e6 do not
+fit into these. So the problem is scaled to the range of an optimal solution, and every answer is checked in exact
+integers. An answer that falls short comes back as a cover cut: "something outside this set must be chosen".
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from dataclasses import dataclass
 import numpy as np
 
 MAX_CUTS = 200
-# HiGHS stops at an absolute objective gap of 1e-6 and scipy does not expose it: at this scale of the objective
-# that is a relative 1e-10.
+# HiGHS stops at an absolute objective gap of 1e-6, which scipy does not expose. At this scale of the objective the gap
+# is a relative 1e-10.
 _OBJECTIVE_SCALE = 1e4
-# The heaviest coefficient. Where weights agree to 1e-9, HiGHS 1.12 called 9 of 1500 feasible problems infeasible at
-# 1e10, 7 at 1e6, none at 1e3; the slack keeps every exact cover clear of its tolerances.
+# The heaviest coefficient. If weights agree to 1e-9, HiGHS 1.12 called 9 of 1500 feasible problems infeasible at 1e10,
+# 7 at 1e6, none at 1e3. The slack keeps every exact cover clear of HiGHS's tolerances.
 _WEIGHT_SCALE = 1e3
 _SLACK = 1e-3
 _UNBOUNDED = 1e200  # sums of smaller damages stay finite
 _PROVED = 1e-8  # a gap below HiGHS's own accuracy counts as closed
 
 _Order = Callable[[int], tuple[float, int]]
-_Cut = tuple[frozenset[int], int]  # of these items at least so many are chosen
+_Cut = tuple[frozenset[int], int]  # (items, how many of them must be chosen at least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class Cover:
 def min_damage_cover(
     weights: Sequence[int], damages: Sequence[float], need: int, *, time_limit: float = 10.0
 ) -> Cover | None:
-    """Return the cheapest items whose weights reach ``need``, or None where all together do not.
+    """Return the items of least damage whose weights reach ``need``, or None if all together do not.
 
-    ``weights`` are integers (items of none or negative weight are never chosen), ``damages`` are non-negative; an
-    infinite or NaN damage is taken only where the rest cannot reach ``need``. ``time_limit`` is in seconds; past
-    it the best cover found comes back with the gap proved so far.
+    ``weights`` are integers (items of zero or negative weight are never chosen), ``damages`` are non-negative. An item
+    of infinite or NaN damage is chosen only if the others cannot reach ``need``. ``time_limit`` is in seconds. After
+    it, the best cover found is returned with the gap proved so far.
     """
     useful = [i for i, weight in enumerate(weights) if weight > 0]
     if sum(weights[i] for i in useful) < need:
@@ -63,7 +63,7 @@ def min_damage_cover(
 
 
 def _forced(useful: Iterable[int], weights: Sequence[int], damages: Sequence[float], need: int) -> frozenset[int]:
-    """Return the items of unbounded damage that are needed all the same: the heaviest, as few as possible."""
+    """Return the items of unbounded damage that are needed anyway: the heaviest, as few as possible."""
     unbounded = [i for i in useful if not damages[i] < _UNBOUNDED]
     missing = need - sum(weights[i] for i in useful if damages[i] < _UNBOUNDED)
     taken: list[int] = []
@@ -76,7 +76,7 @@ def _forced(useful: Iterable[int], weights: Sequence[int], damages: Sequence[flo
 
 
 class _Search:
-    """One solve: a feasible start, HiGHS with cover cuts, the better of the two."""
+    """One solve: a feasible start, then HiGHS with cover cuts; the better result wins."""
 
     def __init__(
         self, weights: Sequence[int], damages: Sequence[float], need: int, items: Sequence[int], time_limit: float
@@ -99,7 +99,7 @@ class _Search:
         return sum(self.weights[i] for i in chosen)
 
     def run(self) -> frozenset[int]:
-        """Return the best cover found and leave in ``bound`` what is proved."""
+        """Return the best cover found, and set ``bound`` to the proved lower bound."""
         if self.need <= 0 or self.cost(self.best) == 0:
             return self.best
         cuts: list[_Cut] = []
@@ -115,12 +115,12 @@ class _Search:
         return self.best
 
     def _solve(self, cuts: Sequence[_Cut]) -> frozenset[int] | None:
-        """Return what HiGHS chooses and raise ``bound`` to what it proves."""
+        """Return HiGHS's choice, and raise ``bound`` to the bound that HiGHS proves."""
         from scipy.optimize import (
             Bounds,
             LinearConstraint,
             milp,
-        )  # 0.5 s, which a plan from the cache does not wait for
+        )  # imported here: it takes 0.5 s, which a start from the cache saves
 
         rows = [[self.weights[i] / self.weight_unit for i in self.items]]
         rows += [[float(i in members) for i in self.items] for members, _ in cuts]
@@ -141,8 +141,9 @@ class _Search:
     def _cut_off(self, short: frozenset[int]) -> _Cut:
         """Return an inequality that every cover meets and ``short`` does not: an extended cover inequality.
 
-        Grow the set as far as it still falls short; leaving out all of the rest C is too much. So is leaving out
-        any |C| of C and the items at least as heavy as all of C: all but |C| - 1 of those must be chosen.
+        Grow ``short`` as far as it still falls short, and call the rest C. No cover leaves out all of C. Nor does a
+        cover leave out any |C| of the items that are in C or at least as heavy as all of C. So all but |C| - 1 of these
+        must be chosen.
         """
         grown = set(short)
         room = self.need - 1 - self.weight(short)
@@ -156,12 +157,12 @@ class _Search:
         return members, len(members) - len(rest) + 1
 
     def _repaired(self, short: frozenset[int]) -> frozenset[int]:
-        """Complete a set that falls short, cheapest per weight first."""
+        """Complete a set that falls short with the items of least damage per weight."""
         rest = [i for i in self.items if i not in short]
         return short | self._greedy(rest, self.need - self.weight(short), self._by_efficiency)
 
     def _start(self, items: Sequence[int]) -> frozenset[int]:
-        """Return the cheapest greedy cover: by weight (the paper's order), by damage, by damage per weight."""
+        """Return the best of three greedy covers: by weight (the paper's order), by damage, by damage per weight."""
         orders: tuple[_Order, ...] = (
             lambda i: (-self.weights[i], i),
             lambda i: (self.damages[i], i),
@@ -188,7 +189,7 @@ class _Search:
             self.best = chosen
 
     def _pruned(self, chosen: frozenset[int]) -> frozenset[int]:
-        """Drop what is not needed, the most harmful first: HiGHS cannot see damages far below the largest."""
+        """Drop items that are not needed, the most harmful first: HiGHS ignores damages far below the largest."""
         kept = set(chosen)
         spare = self.weight(chosen) - self.need
         for i in sorted(chosen, key=lambda i: (-self.damages[i], self.weights[i], i)):

@@ -1,4 +1,4 @@
-"""Name the tensors of a graph that no pass touches, where the user would expect otherwise."""
+"""Report values that no pass touches although the user might expect it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from fxprec.plan.lines import place
 def left_alone(work: Work, *, rounds_gradients: bool) -> Iterator[Notice]:
     """Yield a notice for the first complex value, the first float64 value, and each nested graph.
 
-    A pass that rounds parameters' gradients (``rounds_gradients``) leaves sparse ones: a notice for each.
+    If parameters' gradients are rounded (``rounds_gradients``), also yield a notice for each sparse gradient, which is
+    not.
     """
     yield from _complex_values(work.operators)
     yield from _float64_values(work)
@@ -37,7 +38,7 @@ def _complex_values(operators: Operators) -> Iterator[Notice]:
 
 
 def _float64_values(work: Work) -> Iterator[Notice]:
-    """Yield a notice of the first float64 input or operator result. Values inside of an operator have none."""
+    """Yield a notice for the first float64 input or operator result. Values inside an operator get none."""
     inputs = [(work.joint.describe(node).name, node) for node in work.joint.used_inputs]
     results = [(place(node.name, op.module, op.source), node) for op in work.operators.all for node in op.outputs]
     for where, node in (*inputs, *results):
@@ -48,7 +49,7 @@ def _float64_values(work: Work) -> Iterator[Notice]:
 
 
 def _is_float64(val: torch.Tensor) -> bool:
-    """Say whether a tensor is float64; a single number is a constant or a metric."""
+    """Say whether a tensor is float64 with more than one element; a single number is a constant or a metric."""
     return val.dtype == torch.float64 and numel_hint(val) > 1
 
 

@@ -1,7 +1,7 @@
 """Recover the operators that the model called from the decomposed joint graph.
 
-Autograd stamps forward and backward nodes of one operator with the same ``seq_nr``, and decompositions keep the
-operator's name in ``original_aten``. An operator is a run of nodes that agree in both.
+Autograd gives forward and backward nodes of one operator the same ``seq_nr``, and decompositions keep the operator's
+name in ``original_aten``. An operator is a run of consecutive nodes that agree in both.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class Operator:
 
     @property
     def name(self) -> str:
-        """Return the name of its first output, which plans and messages call it by."""
+        """Return the name of the operator's first output, which plans and messages use."""
         return (self.outputs[0] if self.outputs else self.nodes[-1]).name
 
     @property
     def is_view(self) -> bool:
-        """Say whether it only moves data. A decomposition that begins with a view may compute after it (group norm)."""
+        """Say whether the operator only moves data. A decomposition may begin with a view and compute (group norm)."""
         moves = ops.VIEWS | {operator.getitem}
         return self.nodes[0].meta.get("original_aten") in ops.VIEWS or all(node.target in moves for node in self.nodes)
 
 
 @dataclass(frozen=True)
 class Operators:
-    """All operators in execution order, and the operator that made each node."""
+    """All operators in execution order, and maps from nodes to operators."""
 
     joint: JointGraph
     all: Sequence[Operator]
@@ -77,7 +77,7 @@ class Operators:
 
     @cached_property
     def accumulations(self) -> frozenset[Node]:
-        """Return the backward additions that the autograd engine made where a value has several consumers."""
+        """Return the backward additions that autograd's engine inserted because a value has several consumers."""
         last = max((op.seq_nr for op in self.all if op.seq_nr is not None), default=None)
         return frozenset(
             node
@@ -90,12 +90,12 @@ class Operators:
 
     @cached_property
     def _gradients(self) -> frozenset[Node]:
-        """Return the nodes that depend on a gradient that backward is handed."""
+        """Return the tangents and the nodes that depend on one."""
         return frozenset(self.joint.made_of_tangents())
 
 
 def recover_operators(joint: JointGraph) -> Operators:
-    """Group the forward nodes into operators and hand each its backward nodes."""
+    """Group the forward nodes into operators, and assign backward nodes to each operator."""
     found: list[Operator] = []
     for node in joint.forward_nodes():
         run = _continued_run(found, node)
@@ -126,7 +126,7 @@ def _continued_run(found: list[Operator], node: Node) -> Operator | None:
 
 
 def _is_whole(node: Node) -> bool:
-    """Say whether the node is the operator itself, not a piece of its decomposition."""
+    """Say whether the node is the operator itself, not a part of its decomposition."""
     return node.target is node.meta.get("original_aten", node.target)
 
 
@@ -147,7 +147,7 @@ def _aten_name(node: Node) -> str:
 
 
 def module_of(node: Node) -> str:
-    """Return the innermost module's path as the user writes it, ``layer1.0.conv1``."""
+    """Return the path of the innermost module as the user writes it, ``layer1.0.conv1``."""
     stack = node.meta.get("nn_module_stack")
     return module_path(stack[next(reversed(stack))][0]) if stack else ""
 
@@ -164,7 +164,7 @@ def _innermost(stack_trace: str) -> str:
 
 
 def _link_values(operators: Operators) -> None:
-    """Fill ``inputs`` and ``outputs``: values that cross from one operator to another, or to the user."""
+    """Fill ``inputs`` and ``outputs``: values that one operator computes and another operator or the user reads."""
     of_node, joint = operators.of_node, operators.joint
     returned = _returned(joint)
     for op in operators.all:
@@ -179,7 +179,7 @@ def _link_values(operators: Operators) -> None:
 
 
 def _returned(joint: JointGraph) -> set[Node]:
-    """Return the forward values the user gets; written-back buffers are not among them."""
+    """Return the forward values that the user gets, without the new values of buffers."""
     count = joint.num_forward_outputs
     descs = joint.output.meta.get("desc") or [None] * count
     return {
@@ -190,7 +190,7 @@ def _returned(joint: JointGraph) -> set[Node]:
 
 
 def _pair_backward(operators: Operators) -> None:
-    """Give each backward node to the first operator with its ``seq_nr``: the one autograd recorded."""
+    """Assign each backward node to the first operator with its ``seq_nr``, the one that autograd recorded."""
     by_seq: dict[int, Operator] = {}
     for op in operators.all:
         if op.seq_nr is not None and (op.outputs or op.is_gemm):

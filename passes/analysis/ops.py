@@ -1,4 +1,4 @@
-"""The sets of operators that passes ask for, each a question to the table (`fxprec.ir.operators`)."""
+"""Sets of operators that several passes need, each read from the table of operators (`fxprec.ir.operators`)."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ ATTENTION_BACKWARD_ON_GPU = ATTENTION_BACKWARD - having(Trait.ON_CPU)
 GEMMS = having(Trait.GEMM)
 GEMMS_BACKWARD = having(Trait.GEMM_BACKWARD)
 
-# Positions of the tensor operands that a GEMM multiplies; the rest (bias, statistics) is not an operand.
+# Positions of the tensor operands that a GEMM multiplies; bias and statistics are not among them.
 GEMM_OPERANDS: Mapping[object, tuple[int, ...]] = column("factors")
 
-# Ops that move or alias data in its own dtype: not counted, they follow their producer's precision.
+# Operators that move or alias data in its own dtype. They are not counted: they have their producer's precision.
 VIEWS = moving_as()
 ALIASES = moving_as(Moves.ALIAS)
 COPIES = moving_as(Moves.COPY)
 
-# How a scaled gradient goes through an operator, and which it is unscaled before on its way out of the graph: they
-# move or add up, so before is as cheap as after, once, and GEMMs can take the scale off themselves.
+# TERMS: the sum of products that an operator computes, through which a scaled gradient keeps its scale. PASSING:
+# operators that only move or add. A gradient that leaves the graph is unscaled before them, where the GEMM that
+# computes it can take the scale off itself.
 TERMS: Mapping[object, Terms] = column("terms")
 PASSING = having(Trait.PASSES_SCALE)
 
-# Where the value stands that an operator fills in, everywhere or in places.
+# Positions of the argument that an operator fills its result with, everywhere or in places.
 CONSTANTS: Mapping[object, int] = column("constant_at")
 FILLS: Mapping[object, int] = {**CONSTANTS, **column("fills_at")}
 ZEROS = having(Trait.ZERO)
 
-# Operators whose backward is the identity towards an input that was not broadcast; ``sub`` towards its first.
+# Operators whose backward is the identity for each input that was not broadcast; for ``sub``, for its first input.
 LINEAR_SUMS = frozenset({"aten.add", "aten.sub"})
 
 CASTS = having(Trait.CAST)
 
-# What hands out a collective's result once it is there (tensor parallel layers).
+# Operators that wait for a collective and return its result (tensor parallel layers).
 WAITS = compat.waits_for_collectives()
 
-# Writes of functionalised mutations back to their inputs; never part of an operator.
+# Operators that write functionalised mutations back to inputs; they are never part of an operator of the model.
 MUTATIONS = having(Trait.MUTATES)
 
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})

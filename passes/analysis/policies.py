@@ -21,33 +21,33 @@ from fxprec.passes.analysis.tensors import CountedTensor
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The input of a policy: tensors, settings, and each group with its tensors that may become low."""
+    """The input of a policy: tensors, settings, and the tensors of each group that may become low."""
 
     tensors: Sequence[CountedTensor]
     settings: Settings
     groups: Mapping[int, Sequence[CountedTensor]]
     gain: Mapping[int, int]
-    """The gain of demoting each group: elements, or bytes no longer saved."""
+    """The gain from demoting each group: elements, or bytes no longer saved."""
     need: int
-    """The gain asked for."""
+    """The gain that the goal requires."""
     damage: Mapping[int, Sequence[float]] | None
-    """Predicted loss of the group's tensors held low, or None where nothing was measured."""
+    """Predicted loss caused by each low tensor of a group, or None if nothing was measured."""
     may_demote: bool
-    """False where the recipe has no low format, or the ratio asked for is 0."""
+    """False if the recipe has no low format, or the requested ratio is 0."""
 
     def elements(self, group: int) -> int:
-        """Return the elements of a group's tensors."""
+        """Return the number of elements of a group's tensors."""
         return sum(t.elements for t in self.groups[group])
 
     @property
     def demotable(self) -> int:
-        """Return the elements that may become low."""
+        """Return the number of elements that may become low."""
         return sum(map(self.elements, self.groups))
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Ids of low tensors, and every group in order of demotion."""
+    """The result of a policy: the ids of low tensors, and every group in order of demotion."""
 
     low: frozenset[int]
     order: Sequence[int]
@@ -96,7 +96,7 @@ def _everything(problem: Problem) -> Choice:
 
 
 def _by_operator(is_low: Callable[[CountedTensor], bool]) -> Policy:
-    """Choose single tensors by their role beside a GEMM."""
+    """Return a policy that chooses single tensors by their role beside a GEMM."""
 
     def policy(problem: Problem) -> Choice:
         return Choice(frozenset(t.id for t in problem.tensors if is_low(t)), sorted(problem.groups))
@@ -125,7 +125,7 @@ def _least_damage(problem: Problem) -> Choice:
     groups = sorted(problem.groups)
     damages = [math.fsum(problem.damage[g]) for g in groups]
     cover = min_damage_cover([problem.gain[g] for g in groups], damages, problem.need)
-    if cover is None:  # out of reach: everything that helps, as the other policies do
+    if cover is None:  # out of reach: demote every group, as the other policies do
         return Choice(_tensors_of(problem, groups), _largest_first(problem))
     chosen = {groups[i] for i in cover.chosen}
     order = sorted(groups, key=lambda g: (g not in chosen, -problem.elements(g), g))
@@ -146,7 +146,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 
 
 def from_function(function: PolicyFunction) -> Policy:
-    """Return the policy of a user's ``f(tensors, config) -> group ids``. It raises `ConfigError` for anything else."""
+    """Return the policy of a user's ``f(tensors, config) -> group ids``. It raises `ConfigError` for other results."""
 
     def policy(problem: Problem) -> Choice:
         chosen = _group_ids(function, problem)
@@ -160,7 +160,7 @@ def _group_ids(function: PolicyFunction, problem: Problem) -> list[int]:
     name = policy_name(function)
     try:
         returned: object = function(tuple(problem.tensors), problem.settings.asked)
-    except Exception as error:  # the user's own; its traceback comes along
+    except Exception as error:  # raised by the user's function; chained below
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"policy {name} raised {cause}; it is called as f(tensors, config)") from error
     wanted = f"a collection of group ids, 0 to {len(problem.groups) - 1}"

@@ -22,9 +22,9 @@ _LAYOUT = ops.VIEWS | ops.CASTS
 
 
 def producer_of(x: Node, operators: Operators, casts: Mapping[Node, int]) -> tuple[Producer, GradientGemm | None]:
-    """Say what made gradient ``x``: a GEMM on stored operands, a softmax's backward, or something else.
+    """Return the kind of operator that computed gradient ``x``; for a GEMM on stored operands also its table rows.
 
-    ``casts`` gives the table's row of each gradient stored so far, by its quantize node.
+    ``casts`` has the table's row of each gradient stored so far, by its quantize node.
     """
     source = _through(x, masks=True)
     owner = operators.of_backward_node.get(source) or operators.of_backward_node.get(x)
@@ -35,7 +35,7 @@ def producer_of(x: Node, operators: Operators, casts: Mapping[Node, int]) -> tup
 
 
 def _through(node: Node, *, masks: bool = False) -> Node:
-    """Follow layout copies, and a ReLU's mask, back to what computed the values."""
+    """Follow layout copies, and a ReLU's mask if ``masks``, back to the node that computed the values."""
     while True:
         if node.target in _LAYOUT or node.target is KEEP_NONFINITE:
             node = input_at(node, 0)
@@ -50,7 +50,7 @@ def _through(node: Node, *, masks: bool = False) -> Node:
 
 
 def is_zero(arg: object) -> bool:
-    """Say whether an argument is 0 everywhere, so that every scale fits it."""
+    """Say whether an argument is 0 everywhere, so that it agrees with every scale."""
     if not isinstance(arg, Node):
         return isinstance(arg, int | float) and arg == 0
     while arg.target in ops.VIEWS:
@@ -77,7 +77,7 @@ def _gemm(node: Node, casts: Mapping[Node, int]) -> GradientGemm | None:
 
 
 def _row(factor: Node, casts: Mapping[Node, int]) -> tuple[int, bool] | None:
-    """Return (row of the table where a factor is stored, whether it is a gradient); None where it is not stored."""
+    """Return (row of the table where a factor is stored, whether it is a gradient); None if it is not stored."""
     read = Dequantize.match(_through(factor))
     if read is None or is_in_blocks(read.format):
         return None

@@ -1,8 +1,8 @@
-"""Regions the user asked to recompute: `torch.utils.checkpoint` and its kin, as autograd marks their forward nodes.
+"""Find the regions that the user's checkpoints recompute (`torch.utils.checkpoint` and its kin).
 
-A marked node has a policy, ``meta["recompute"]``, and the number of its region, ``meta["ac_graph_id"]``. A tensor
-made in a region is recomputed in backward, unless the policy saves it. The region's boundary is saved: values that a
-later region, or the backward of operators behind the region, starts from.
+Autograd marks a region's forward nodes with a policy, ``meta["recompute"]``, and the region's number,
+``meta["ac_graph_id"]``. Backward recomputes a tensor of a region, unless the policy saves it. The region's boundary is
+saved: values that a later region, or the backward of operators behind the region, starts from.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _COPIES = CASTS | {torch.ops.prims.convert_element_type.default}
 
 
 def mark(node: Node, policy: CheckpointPolicy) -> None:
-    """Replace the region's policy by ours and drop the region, since the partitioner has rules for regions."""
+    """Set a node's policy and remove its region, because the partitioner has rules of its own for regions."""
     node.meta.pop(REGION, None)
     node.meta[POLICY] = policy
 
 
 def policies(graph: Graph) -> dict[Node, Any]:
-    """Return the policy of every node, None where it has none."""
+    """Return the policy of every node, None for a node without a policy."""
     return {node: node.meta.get(POLICY) for node in graph.nodes}
 
 
 def restore(policies: Mapping[Node, Any]) -> None:
-    """Give each node the policy it had, whatever torch's own passes put there.
+    """Give each node its earlier policy back, after torch's own passes changed it.
 
-    A pass of torch's that removes an operator without effect (``x + 0``) gives its metadata to the operator's input.
-    Then a graph input would be recomputed, which no partition can do, or a GEMM would be computed twice.
+    When a pass of torch's removes an operator without effect (``x + 0``), it gives the operator's metadata to its
+    input. Then a graph input would have to be recomputed, which no partition can do, or a GEMM would be computed twice.
     """
     for node, policy in policies.items():
         if policy is None:
@@ -48,7 +48,7 @@ def restore(policies: Mapping[Node, Any]) -> None:
 
 
 def forget(graph: Graph) -> bool:
-    """Remove the decisions of the user's checkpointing; say whether there were any."""
+    """Remove the marks of the user's checkpointing; return whether there were any."""
     marked = [node for node in graph.nodes if is_marked(node)]
     for node in marked:
         for key in REGION_META:
@@ -62,34 +62,34 @@ def is_marked(node: Node) -> bool:
 
 
 def are_in(graph: Graph) -> bool:
-    """Say whether backward is to compute any node of a joint graph again."""
+    """Say whether checkpoints recompute any node of a joint graph in backward."""
     return any(is_recomputed(node) for node in graph.nodes)
 
 
 def is_recomputed(node: Node) -> bool:
-    """Say whether a forward node is to be computed again in backward."""
+    """Say whether a node of a region is to be recomputed in backward."""
     return must_recompute(node) and REGION in node.meta
 
 
 def must_recompute(node: Node) -> bool:
-    """Say whether the user's checkpoint recomputes a node in backward."""
+    """Say whether a node's policy is to recompute it in backward."""
     return node.meta.get(POLICY) in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def is_boundary(node: Node) -> bool:
-    """Say whether a later region, or the backward of operators behind the node's region, reads a recomputed node."""
+    """Say whether a later region, or the backward of operators behind the region, reads a recomputed node."""
     region = node.meta[REGION]
     found = list(readers_of(node))
     behind = [u for u in found if not is_backward(u) and u.meta.get(REGION) != region]
     if any(is_recomputed(u) and u.meta[REGION] > region for u in behind):
         return True
-    # A backward node belongs to the forward operator of its number.
+    # A backward node belongs to the forward operator with the same ``seq_nr``.
     numbers = {u.meta.get("seq_nr") for u in behind if not is_recomputed(u)} - {None}
     return any(is_backward(u) and u.meta.get("seq_nr") in numbers for u in found)
 
 
 def runs_again(node: Node) -> bool:
-    """Say whether backward computes a forward node again: a recomputed node, but no boundary, which is saved."""
+    """Say whether backward recomputes a forward node. A recomputed node on the boundary is saved instead."""
     return is_recomputed(node) and not is_boundary(node)
 
 
@@ -99,19 +99,19 @@ def is_saved(node: Node) -> bool:
 
 
 def is_start(node: Node) -> bool:
-    """Say whether a recomputation reads a forward value: a boundary, or a value that no region recomputes."""
+    """Say whether a recomputation starts from a forward value: a boundary, or a value that no region recomputes."""
     if is_recomputed(node):
         return is_boundary(node)
     return any(not is_backward(u) and is_recomputed(u) for u in readers_of(node))
 
 
 def is_made_again(node: Node) -> bool:
-    """Say whether only regions read a parameter: then its stored copy can be made again from the parameter."""
+    """Say whether only regions read a parameter, so that its stored copy can be recomputed from the parameter."""
     forward = [u for u in readers_of(node, through=_COPIES) if not is_backward(u)]
     return bool(forward) and all(is_marked(u) for u in forward)
 
 
 def readers_of(node: Node, through: Collection[object] = CASTS) -> Iterable[Node]:
-    """Return the readers of a value, seen through views and casts of forward."""
+    """Return the readers of a value, seen through forward's views and casts."""
     found = readers(node, lambda user: not is_backward(user) and (is_view(user) or user.target in through))
     return dict.fromkeys(reader for _, reader in found if reader.op != "output")

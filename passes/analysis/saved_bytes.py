@@ -1,7 +1,7 @@
-"""Count the bytes saved for backward: predicted for a policy, and as partitioned.
+"""Count the bytes saved for backward: as predicted for a policy, and as partitioned.
 
-Each storage that the forward half hands to backward counts once and whole. The graph's inputs do not count, parameters
-among them, since they are there anyway. A parameter's stored copy counts.
+Each storage that forward saves for backward counts once, with its full size. Inputs of the graph, parameters among
+them, do not count, since they are in memory anyway. A parameter's stored copy counts.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from fxprec.plan import ByteCount, Group, Plan, SavedTensor
 
 @dataclass(frozen=True, slots=True)
 class SavedBytes:
-    """Bytes saved for backward by tensor id, held high and held low. Tensors not listed are not saved."""
+    """Bytes saved for backward by tensor id, for high and for low tensors. Tensors not listed are not saved."""
 
     high: Mapping[int, int]
     low: Mapping[int, int]
     fixed: int = 0
-    """Bytes saved whatever is chosen (masks, indices, statistics)."""
+    """Bytes that are saved whatever the policy chooses (masks, indices, statistics)."""
 
     @classmethod
     def predict(cls, tensors: Sequence[CountedTensor], recipe: Recipe) -> Self:
-        """Predict from the tensors marked ``saved``: elements times the bytes of their format."""
+        """Predict the bytes of the tensors marked ``saved``: elements times the bytes of their format."""
         saved = [t for t in tensors if t.saved]
         high = {t.id: t.elements * bytes_per_element(recipe.format_of(t.kind, low=False)) for t in saved}
         low = {t.id: t.elements * bytes_per_element(recipe.format_of(t.kind, low=True)) for t in saved}
@@ -59,7 +59,7 @@ class SavedBytes:
         return self.high.get(tensor, 0) - self.low.get(tensor, 0)
 
     def total(self, low: Collection[int]) -> int:
-        """Return all bytes saved when the tensors in ``low`` are low."""
+        """Return all bytes saved if the tensors in ``low`` are low."""
         return self.fixed + sum(self.low[i] if i in low else size for i, size in self.high.items())
 
 
@@ -70,13 +70,13 @@ def predicted_size(tensors: Sequence[CountedTensor], recipe: Recipe, low: Collec
 
 
 def partitioned_size(forward: Graph, num_outputs: int) -> sympy.Expr:
-    """Return the bytes a partitioned forward half saves as an expression in the dynamic dimensions."""
+    """Return the bytes that a partitioned forward half saves, as an expression in the dynamic dimensions."""
     vals = [value(node) for node in _saved_storages(forward, num_outputs)]
     return sympy.Add(*(numel_expr(val) * val.dtype.itemsize for val in vals if val is not None))
 
 
 def read_by_backward(joint: JointGraph) -> int:
-    """Return the bytes of what backward reads of forward, inputs left out: saved where nothing is computed again."""
+    """Return the bytes that backward reads of forward, without inputs: the bytes saved if nothing is recomputed."""
     read = (x for node in joint.graph.nodes if is_backward(node) for x in node.all_input_nodes if not is_backward(x))
     stored = (x.all_input_nodes[0] if x.target is DEQUANTIZE else x for x in map(_storage, read))
     storages = {x for x in map(_storage, stored) if x.op == "call_function" and value(x) is not None}
@@ -84,7 +84,7 @@ def read_by_backward(joint: JointGraph) -> int:
 
 
 def largest_saved(forward: Graph, num_outputs: int) -> tuple[Node, int] | None:
-    """Return the largest storage that a partitioned forward half saves, with its bytes; None where it saves nothing."""
+    """Return the largest storage that a partitioned forward half saves, with its bytes; None if it saves nothing."""
     sizes = {node: _bytes(node) for node in _saved_storages(forward, num_outputs)}
     return max(sizes.items(), key=lambda item: item[1]) if sizes else None
 
@@ -94,12 +94,12 @@ def _bytes(node: Node) -> int:
 
 
 def bytes_per_element(fmt: Format) -> int:
-    """Return the bytes of one stored code: formats are held in 1, 2 or 4 bytes."""
+    """Return the bytes of one stored code: 1, 2 or 4."""
     return 1 if fmt.bits <= 8 else 2 if fmt.bits <= 16 else 4
 
 
 def stored_bytes(fmt: AnyFormat | None, val: torch.Tensor) -> int:
-    """Return the bytes of a tensor's copy in a format, of blocks their scales included; None: in its own dtype."""
+    """Return the bytes of a tensor's copy in ``fmt``, scales of blocks included; None: in the tensor's own dtype."""
     if isinstance(fmt, BlockFormat):
         return fmt.num_bytes(numel_hint(val))
     return numel_hint(val) * (val.dtype.itemsize if fmt is None else bytes_per_element(fmt))
@@ -111,12 +111,13 @@ def bytes_in_float32(tensors: Sequence[CountedTensor]) -> int:
 
 
 def as_partitioned(plan: Plan, forward: Graph, num_outputs: int, inputs: Sequence[GraphInput]) -> tuple[Plan, int]:
-    """Return the plan with what a partitioned forward half saves, by tensor, by group and in all; and the bytes in all.
+    """Return the plan with the bytes that a partitioned forward half saves, and their total.
 
-    ``num_outputs`` of its outputs are the model's own, the others are for backward.
+    The plan gets the bytes by tensor, by group and in all. The first ``num_outputs`` outputs are the model's own;
+    backward reads the others.
     """
     joint = JointGraph(forward, inputs)
-    in_blocks = set[int]()  # rows
+    in_blocks = set[int]()  # rows stored in blocks
     on_host = {WaitOffload.of(node).x for node in WaitOffload.nodes(forward)}
     saved = tuple(
         replace(_saved_tensor(node, plan, joint, in_blocks), on_host=node in on_host)
@@ -141,7 +142,7 @@ def _on_device(row: SavedTensor) -> int:
 
 
 def _saved_tensor(node: Node, plan: Plan, joint: JointGraph, in_blocks: set[int]) -> SavedTensor:
-    """Return the row of one storage; ``in_blocks`` takes the sites whose elements a row before has counted."""
+    """Return the plan's row of one storage; ``in_blocks`` has the sites whose elements an earlier row has counted."""
     cast, size = Quantize.match(node), _bytes(node)
     site = plan.sites[cast.row] if cast is not None and cast.row > AS_STORED else None
     source = _copied(node)
@@ -163,7 +164,7 @@ def _saved_tensor(node: Node, plan: Plan, joint: JointGraph, in_blocks: set[int]
 
 
 def _format_of(node: Node) -> str:
-    """Return the name of what a storage holds that no cast wrote, ``bf16`` or ``bool``; of transposed codes theirs."""
+    """Return the format of a storage that no cast wrote, ``bf16`` or ``bool``; a transposed copy has its codes'."""
     if node.target is TRANSPOSED and (cast := Quantize.match(node.all_input_nodes[0])) is not None:
         return cast.format
     dtype = tensor_of(node).dtype
@@ -171,7 +172,7 @@ def _format_of(node: Node) -> str:
 
 
 def copied_inputs(forward: Graph, num_outputs: int, inputs: Sequence[GraphInput]) -> tuple[int, ...]:
-    """Return the positions of parameters and inputs that backward reads as a stored copy, and not themselves."""
+    """Return the positions of parameters and inputs that backward reads as a stored copy only."""
     joint = JointGraph(forward, inputs)
     sources = [_copied(node) for node in _saved_storages(forward, num_outputs)]
     placeholders = [n for n in sources if n.op == "placeholder" and joint.describe(n).kind in ("param", "input")]
@@ -179,7 +180,7 @@ def copied_inputs(forward: Graph, num_outputs: int, inputs: Sequence[GraphInput]
 
 
 def _saved_storages(forward: Graph, num_outputs: int) -> Iterator[Node]:
-    """Yield the node that made each storage backward is handed, inputs left out."""
+    """Yield the node of each storage that is saved for backward, inputs left out."""
     saved = (n for n in results_of(forward)[num_outputs:] if isinstance(n, Node) and value(n) is not None)
     saved = (n if (call := WaitOffload.match(n)) is None else call.x for n in saved)
     yield from (n for n in dict.fromkeys(map(_storage, saved)) if n.op != "placeholder")
@@ -204,9 +205,9 @@ def _holds_floats(node: Node) -> bool:
 
 
 def _elements(node: Node, in_blocks: set[int]) -> int:
-    """Return the elements of the tensor that a storage holds: of blocks not their bytes, of a tensor's scale none.
+    """Return the elements of the tensor that a storage has; a tensor's scale has none.
 
-    A tensor ``in_blocks`` counts once, though its signs may be stored beside it.
+    A tensor in blocks counts once, even if its mask of signs is stored beside it.
     """
     cast = Quantize.match(node)
     if cast is None or not is_in_blocks(cast.format):

@@ -1,4 +1,4 @@
-"""Select the tensors that ``keep_high`` holds high."""
+"""Select the tensors that ``keep_high`` keeps high."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def kept_high(
     keep_high: tuple[str, ...] | Literal["ends"],
     ends: frozenset[int] | None = None,
 ) -> tuple[frozenset[int], list[str]]:
-    """Return the ids of the tensors held high, and a warning for each pattern that matched nothing.
+    """Return the ids of the tensors to keep high, and a warning for each pattern that matched nothing.
 
-    A pattern that matches a module covers its submodules; ``"."`` is the outermost module's own tensors and parameters.
-    ``ends`` are the ids that ``"ends"`` stands for; left out, they follow from groups in execution order.
+    A pattern that matches a module covers its submodules; ``"."`` covers the outermost module's own tensors and
+    parameters. ``ends`` are the ids for ``keep_high="ends"``; if None, they are found from groups in execution order.
     """
     if keep_high == "ends":
         return frozenset(t.id for t in _ends(tensors)) if ends is None else ends, []
@@ -32,7 +32,7 @@ def kept_high(
 
 
 def covers(pattern: str, module: str) -> bool:
-    """Say whether a pattern of ``keep_high`` holds a module high: it matches that module, or one it lies in.
+    """Say whether a pattern of ``keep_high`` keeps a module high: it matches the module, or one that contains it.
 
     The outermost module has the name "" and the pattern `OUTERMOST`, which covers nothing else.
     """
@@ -43,7 +43,7 @@ def covers(pattern: str, module: str) -> bool:
 
 
 def without_effect(tensors: Sequence[CountedTensor], keep_high: tuple[str, ...]) -> Iterator[str]:
-    """Yield a message for each pattern that matches modules none of whose outputs is saved for backward."""
+    """Yield a message for each pattern whose modules have no output that is saved for backward."""
     for pattern in keep_high:
         held = [t for t in tensors if covers(pattern, t.module)]
         if held and not any(t.saved and t.kind == "output" for t in held):
@@ -63,7 +63,7 @@ def _no_match(pattern: str, modules: Sequence[str]) -> str:
 
 
 def _ends(tensors: Sequence[CountedTensor]) -> Iterator[CountedTensor]:
-    """Return the first GEMM's operands, parameters, result and incoming gradient, and the whole last group."""
+    """Yield the first GEMM's operands, parameters, result and incoming gradient, and the whole last group."""
     last = max((t.group for t in tensors), default=0)
     first_gemm = next((t.module for t in tensors if t.group == 1 and t.kind == "output" and t.of_gemm), None)
     for tensor in tensors:

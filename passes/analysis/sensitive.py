@@ -1,10 +1,10 @@
-"""Name the saved values that 8 bits would spoil, with the reason.
+"""Find the saved values that 8 bits would spoil, with the reason.
 
-Backward reads a saved value through one formula. Where the formula is linear in the value, an error of 6 % (e4m3fn) is
-an error of 6 % in a summand, and errors of many summands cancel. Else the error is multiplied or does not cancel. Such
-a value keeps the recipe's high format, or its own dtype where 16 bits spoil it too. So does a
-statistic, one number that many elements are multiplied by. No pass touches divisors, nor log-softmax's result, which
-backward exponentiates (`values`).
+Backward reads a saved value through one formula. If the formula is linear in the value, an error of 6 % (e4m3fn) is an
+error of 6 % in a summand, and errors of many summands cancel. Otherwise the error is multiplied or does not cancel.
+Such a value keeps the recipe's high format, or its own dtype if 16 bits spoil it too. The same holds for a statistic,
+one number that many elements are multiplied by. No pass touches divisors, nor log-softmax's result, which backward
+exponentiates (`values`).
 
 The table is measured (`fxprec.ir.operators.measured`). Reasons given by hand are tested one by one
 (tests/passes/test_sensitive.py).
@@ -27,11 +27,11 @@ from fxprec.passes.analysis.operators import Operator, Operators
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.plan.lines import named
 
-# Why results, and operands, that an operator's backward reads stay above 8 bits, by the operator's name.
+# By operator name: the reason why the result, or an operand, stays above 8 bits if the operator's backward reads it.
 RESULTS: Mapping[str, Kept] = {str(operator): kept for operator, kept in column("result").items()}
 OPERANDS: Mapping[str, Kept] = {str(operator): kept for operator, kept in column("operands").items()}
-# Operators whose backward bears 8 bits in what it reads. So do GEMMs. What the backward of any other operator reads
-# keeps its own dtype.
+# Operators whose backward tolerates 8 bits in the values that it reads, as GEMMs do. Values that the backward of any
+# other operator reads keep their own dtype.
 HARMLESS = frozenset(map(str, having(Trait.BEARS_ROUNDING)))
 
 EXPONENTIATED_OPERANDS: Mapping[object, tuple[int, ...]] = column("exponentiates")
@@ -47,9 +47,9 @@ COMPARED = Kept(
 
 
 def kept(grouped: Grouped) -> dict[int, Kept]:
-    """Return which counted forward tensors stay above 8 bits when they are saved, by id.
+    """Return why counted forward tensors stay above 8 bits when they are saved, by id.
 
-    Of several reasons the first that asks for the tensor's own dtype counts, or else the first.
+    If a tensor has several reasons, the first that requires the tensor's own dtype is returned, or else the first.
     """
     reasons = _Reasons(grouped)
     found: dict[int, Kept] = {}
@@ -61,7 +61,7 @@ def kept(grouped: Grouped) -> dict[int, Kept]:
 
 
 class _Reasons:
-    """Why tensors of one graph stay above 8 bits."""
+    """The reasons why tensors of one graph stay above 8 bits."""
 
     def __init__(self, grouped: Grouped) -> None:
         self.operators = operators = grouped.operators
@@ -74,7 +74,7 @@ class _Reasons:
                         self.operands[operators.base(n)].append(_named(entry, op))
 
     def of(self, node: Node, tensor: CountedTensor) -> Iterator[Kept]:
-        """Yield the reasons of one tensor."""
+        """Yield the reasons for one tensor."""
         if node in self.compared:
             yield COMPARED
         if tensor.kind != "param" and _is_statistic(node, tensor):
@@ -89,13 +89,13 @@ class _Reasons:
 
 
 def _entry(table: Mapping[str, Kept], op: Operator) -> Kept | None:
-    """Return a table's entry for an operator's overload, or for all its overloads."""
+    """Return the table's entry for an operator's overload, or for all its overloads, or None."""
     found = (table.get(name) for name in _names(op))
     return next((entry for entry in found if entry is not None), None)
 
 
 def _names(op: Operator) -> tuple[str, str]:
-    """Return the names of an operator's overload and of all its overloads: ``aten.clamp.Tensor``, ``aten.clamp``."""
+    """Return the names of an operator's overload and of the operator: ``aten.clamp.Tensor``, ``aten.clamp``."""
     return str(op.nodes[0].meta.get("original_aten", op.nodes[0].target)), op.aten
 
 
@@ -109,7 +109,7 @@ def _named(reason: Kept, op: Operator) -> Kept:
 
 
 def _exponentiated(operators: Operators) -> frozenset[Node]:
-    """Return the values that attention's backward exponentiates, and the sources of other exponentials in backward."""
+    """Return the values that attention's backward exponentiates, and the sources of backward's other exponentials."""
     found: set[Node] = set()
     for op in operators.all:
         for position in EXPONENTIATED_OPERANDS.get(op.nodes[0].target, ()):
@@ -123,7 +123,7 @@ def _exponentiated(operators: Operators) -> frozenset[Node]:
 
 
 def _compared(operators: Operators) -> frozenset[Node]:
-    """Return the values that backward compares for equality, as a maximum's backward does to find its position."""
+    """Return the values that backward compares for equality, as a maximum's backward does to find the position."""
     found: set[Node] = set()
     for node in operators.joint.backward_nodes():
         if node.target is ops.aten.eq.Tensor:
@@ -132,7 +132,7 @@ def _compared(operators: Operators) -> frozenset[Node]:
 
 
 def _forward_sources(args: Iterable[object]) -> set[Node]:
-    """Return the forward values that arguments in backward are sums or products of."""
+    """Return the forward values that backward adds or multiplies to compute ``args``."""
     found: set[Node] = set()
     stack = list(args)
     while stack:
@@ -156,7 +156,7 @@ def _is_product_of_values(node: Node) -> bool:
 
 
 def _is_statistic(node: Node, tensor: CountedTensor) -> bool:
-    """Say whether every reader spreads the value over a larger tensor: then its error is in every element."""
+    """Say whether every reader broadcasts the value to a larger tensor, so that its error is in every element."""
     if tensor.feeds_gemm or tensor.of_gemm:
         return False
     own = numel_hint(tensor_of(node))
@@ -171,9 +171,10 @@ def _size(node: Node) -> int:
 
 
 def _unknown_readers(operators: Operators, value: Node) -> Iterator[Kept]:
-    """Yield why ``value`` keeps its dtype for each operator in no table whose backward reads the value.
+    """Yield the reason to keep the dtype of ``value`` for each reading operator that no table has.
 
-    A node of backward that no operator owns is a user's own backward: known where it is a sum of products.
+    A backward node that belongs to no operator comes from a user's own backward. It is known if it is a sum of
+    products.
     """
     for _, reader in readers(value):
         op = operators.of_backward_node.get(reader)

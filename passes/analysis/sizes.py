@@ -1,8 +1,8 @@
-"""Find the sizes, among those in the guards, for which a decision made at the traced sizes holds.
+"""Find the sizes within the guards for which a decision made at the traced sizes holds.
 
 A group's elements and the bytes saved for backward are expressions in the dynamic dimensions. The expressions are
-evaluated along each dimension, at the ends of its range and at points between. Where two neighbouring points disagree,
-bisection finds the size at which the answer changes. Two changes between neighbouring points stay unseen; above 64,
+evaluated along each dimension, at the ends of its range and at points between. If two neighbouring points disagree,
+bisection finds the size at which the answer changes. Two changes between neighbouring points are not found; above 64,
 neighbouring points are at most a quarter apart.
 """
 
@@ -22,16 +22,16 @@ from torch.fx import Graph
 
 from fxprec.passes.analysis.tensors import CountedTensor
 
-# torch gives a range without an end one at least this far from 0. An int that is no tensor's size has no ends.
+# torch ends an unbounded range at least this far from 0. An int that is no tensor's size has an unbounded range.
 _UNBOUNDED = 2**48
-# At most so many pairs of groups get their own note.
+# The largest number of pairs of groups with a note of their own.
 MAX_NOTES = 8
 _POINTS = (*range(65), *(step << doubling for doubling in range(4, 46) for step in range(5, 9)))
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The sizes that the guards allow for a dimension, and the size at which the dimension was traced."""
+    """The sizes that the guards allow for a dimension, and its traced size."""
 
     least: int
     most: int | None
@@ -39,11 +39,11 @@ class Range:
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Return the least and the largest size, a huge one where there is no largest."""
+        """Return the least and the largest size; `_UNBOUNDED` if there is no largest."""
         return self.least, _UNBOUNDED if self.most is None else self.most
 
     def points(self) -> list[int]:
-        """Return the sizes that are tried, in order."""
+        """Return the sizes to try, in order."""
         least, most = self.ends
         between = (n for point in _POINTS for n in (-point, point) if least < n < most)
         return sorted({least, self.traced, *between, most})
@@ -55,7 +55,7 @@ _Holds = Callable[..., bool]
 
 
 def ranges_of(graph: Graph) -> Ranges:
-    """Return the range of each symbol that is a size of a graph's inputs, or an int among the inputs."""
+    """Return the range of each symbol that is an int input or a size of an input."""
     found: dict[Symbol, Range] = {}
     for node in graph.find_nodes(op="placeholder"):
         val = node.meta.get("val")
@@ -76,10 +76,10 @@ def ranges_of(graph: Graph) -> Ranges:
 def order_notes(
     order: Sequence[int], groups: Mapping[int, Sequence[CountedTensor]], ranges: Ranges, *, ascending: bool = False
 ) -> list[str]:
-    """Return a note for each pair of neighbours in ``order`` that the guards' other sizes would put in another order.
+    """Return a note for each pair of neighbours in ``order`` whose order differs at other sizes within the guards.
 
     ``order`` goes from the largest group to the smallest (``ascending``: from the smallest to the largest). Comparing
-    neighbours is enough: where the order of each pair holds, the whole order holds.
+    neighbours is enough: if the order of each pair holds, the whole order holds.
     """
     ranges = used_in((t.size for g in order for t in groups[g]), ranges)
     if not ranges:
@@ -110,11 +110,11 @@ class BudgetNote:
 
     text: str
     is_broken: bool
-    """Whether the guards name a largest size at which the budget does not hold."""
+    """Whether the guards have a largest size, and the budget does not hold for all sizes."""
 
 
 def budget_note(budget: int, shown: str, size: sympy.Expr, ranges: Ranges) -> BudgetNote | None:
-    """Say for which sizes ``size`` bytes fit into ``budget``; return None where they fit for all sizes in the guards.
+    """Return a note of the sizes for which ``size`` bytes fit into ``budget``; None if they always fit.
 
     ``shown`` is the budget as text.
     """
@@ -127,7 +127,7 @@ def budget_note(budget: int, shown: str, size: sympy.Expr, ranges: Ranges) -> Bu
 
 
 def where_all_fit(held: sympy.Tuple, room: int, ranges: Ranges) -> str | None:
-    """Say for which sizes no value in ``held`` is above ``room``; return "" for all sizes, None where not known.
+    """Return the sizes, as text, for which no value in ``held`` exceeds ``room``: "" for all, None if unknown.
 
     With several dimensions, the text has a part for each dimension, with the other dimensions as traced.
     """
@@ -160,10 +160,10 @@ def _sorted(ranges: Ranges) -> list[Symbol]:
 
 
 def evaluated(size: sympy.Basic, ranges: Ranges) -> Callable[..., Any] | None:
-    """Return a function of the symbols' values, in their order by name; None where one in ``size`` has no range."""
+    """Return a function of the symbols' values, ordered by symbol name; None if a symbol in ``size`` has no range."""
     if not size.free_symbols <= ranges.keys():
         return None
-    own = {type(part).__name__: type(part) for part in sympy.preorder_traversal(size)}  # torch's, such as FloorDiv
+    own = {type(part).__name__: type(part) for part in sympy.preorder_traversal(size)}  # torch's FloorDiv and others
     found: Callable[..., Any] = sympy.lambdify(_sorted(ranges), size, modules=[own, "math"])
     return found
 
@@ -191,13 +191,13 @@ def _where(holds: Callable[[int], bool], sizes: Range) -> list[Interval]:
 
 
 def _turn(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the first size after ``low`` at which ``holds`` is as it is at ``high``."""
+    """Return the first size after ``low`` at which ``holds`` has its value at ``high``."""
     between, before = range(low + 1, high + 1), holds(low)
     return between[bisect_left(between, True, key=lambda n: holds(n) != before)]
 
 
 def _text(symbol: Symbol, tried: Sequence[Sequence[Interval]], ranges: Ranges) -> str:
-    """Return ``"from s0 = 128 on"``, ``"up to s0 = 63"``, both, or a stretch between, and at which other sizes."""
+    """Return ``"from s0 = 128 on"``, ``"up to s0 = 63"``, both, or a range, and at which other sizes."""
     parts = []
     for start, end in tried[0]:
         if end == ranges[symbol].most:

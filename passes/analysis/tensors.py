@@ -10,7 +10,7 @@ from typing import Literal
 
 import sympy
 
-GROUP_META = "fxprec_group"  # of a node: the group its operator lies in, for profiler ranges
+GROUP_META = "fxprec_group"  # metadata key of a node: its operator's group, for profiler ranges
 
 Kind = Literal["output", "param", "grad_output", "grad_param"]
 KINDS: tuple[Kind, ...] = ("output", "param", "grad_output", "grad_param")
@@ -23,7 +23,7 @@ class CountedTensor:
     id: int
     """Position among the counted tensors of the graph."""
     name: str
-    """FX node name of the forward value (of a gradient: of the value it is the gradient of)."""
+    """FX node name of the forward value; a gradient has the name of its value."""
     kind: Kind
     group: int
     """Group between two adjacent GEMMs, numbered in execution order."""
@@ -32,14 +32,16 @@ class CountedTensor:
     size: sympy.Expr
     """Number of elements as an expression in the dynamic dimensions."""
     module: str
-    """Qualified name of the module that made it (of a parameter: that uses it first), or ``""``."""
+    """Qualified name of the module that computed the tensor, or that first uses the parameter, or ``""``."""
     source: str
     """``file:line``, or ``""``."""
     feeds_gemm: bool
-    """An output or parameter a GEMM multiplies, seen through views; a gradient that comes into a GEMM."""
+    """Whether a GEMM multiplies it, seen through views; for an output's gradient, whether the output is a GEMM's
+    result."""
     of_gemm: bool
-    """A GEMM's result or parameter; a gradient of what feeds a GEMM."""
+    """Whether it is a GEMM's result, parameter or parameter's gradient; for an output's gradient, whether a GEMM
+    multiplies the output."""
     saved: bool
-    """A forward value that backward, or what it recomputes, starts from."""
+    """Whether backward, or a recomputation in backward, reads this forward value."""
     shape: str
-    """For people: ``"s0 x 64 x 32 x 32"``."""
+    """The shape as text: ``"s0 x 64 x 32 x 32"``."""

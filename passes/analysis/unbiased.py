@@ -1,11 +1,11 @@
-"""Find stored copies that may have any error of mean 0, since all gradients keep their mean.
+"""Find stored copies that may have any error of mean 0, because all gradients then keep their mean.
 
-Backward is linear in the gradients that pass through it. A copy with errors of mean 0, independent of all others,
-keeps the mean of every gradient that is linear in it. That holds where the copy is moved, scaled and added to other
-values, and each result is multiplied by values that do not depend on it. Weight gradients, products, norms but for one
-term, and attention's values and result are linear in this sense. Where two factors made of the copy meet, the square of
-the error stays. That is allowed where one factor is a sum over so many elements that the error's share of the sum is
-small (a norm's backward: x * sum(g x)).
+Backward is linear in the gradients that pass through it. A copy with errors of mean 0, independent of all others, keeps
+the mean of every gradient that is linear in the copy. That holds if the copy is moved, scaled and added to other
+values, and each result is multiplied by values that do not depend on the copy. Weight gradients, products, norms but
+for one term, and attention's values and result are linear in this sense. If two factors computed from the copy are
+multiplied, the square of the error stays. That is allowed if one factor is a sum over so many elements that the error's
+share of the sum is small (a norm's backward: x * sum(g x)).
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from fxprec.passes.analysis.joint import is_view, made_by, numel_hint, value
 
 _SUMS = having(Trait.SUMS)
 _HANDS_ON = having(Trait.HANDS_ON_VALUES)
-_FACTORS = ("value", "out")  # of attention's backward, by name: what it is linear in beside the gradient
+_FACTORS = ("value", "out")  # arguments of attention's backward that it is linear in, beside the gradient
 
 
 def averaged_over(bits: int) -> int:
-    """Return the least length of a sum whose squared error at ``bits`` is below 1/1000 of the values it is added to.
+    """Return the shortest sum whose squared error at ``bits`` is below 1/1000 of the values that it is added to.
 
-    Numbers of 7 deviations' range rounded at random have a variance of at most (7 / (2^bits - 1))^2 / 4 of theirs.
+    Values that span 7 standard deviations, rounded at random, have an error variance of at most (7 / (2^bits - 1))^2 /
+    4 of theirs.
     """
     return 1 << (14 - 2 * bits) if bits < 7 else 1
 
@@ -40,11 +41,11 @@ class Order:
 
     at: Mapping[Node, int]
     behind: Collection[Node]
-    """The tangents, and the nodes that depend on one."""
+    """The tangents and the nodes that depend on one."""
 
     @classmethod
     def of(cls, graph: Graph, tangents: Collection[Node]) -> Order:
-        """Number the nodes, and collect all that depends on a tangent."""
+        """Number the nodes, and collect those that depend on a tangent."""
         behind = set(tangents)
         for node in graph.nodes:
             if any(n in behind for n in node.all_input_nodes):
@@ -52,24 +53,25 @@ class Order:
         return cls({node: i for i, node in enumerate(graph.nodes)}, behind)
 
     def biased_by(self, copies: Collection[Node], bits: int, but: Collection[Node] = ()) -> Node | None:
-        """Return the first reader in which errors of a copy, or of values made of the copy, do not average out.
+        """Return the first reader in which errors of a copy, or of values computed from it, do not average out.
 
-        None where all do. ``copies`` read back one stored copy; ``but`` are readers that are given something else.
+        None if they average out in all. ``copies`` are the nodes that decode one stored copy; ``but`` are readers that
+        get another value instead.
         """
         return _Walk(self, averaged_over(bits), set(but)).first_biased(copies)
 
 
 @dataclass
 class _Walk:
-    """Follows a copy to all that depends on it, in the order of the graph."""
+    """A walk from a copy to all nodes that depend on it, in graph order."""
 
     order: Order
     least: int
     but: Collection[Node]
 
     def __post_init__(self) -> None:
-        self.summed: dict[Node, int] = {}  # what depends on the copy -> the elements its errors are a mean of, at least
-        self.last = -1  # where a value made of the copy, and of no gradient, is read last
+        self.summed: dict[Node, int] = {}  # dependent node -> elements that its errors are averaged over, at least
+        self.last = -1  # position of the last reader of a dependent value that depends on no gradient
         self.ahead: list[tuple[int, Node]] = []
 
     def first_biased(self, copies: Collection[Node]) -> Node | None:
@@ -78,7 +80,7 @@ class _Walk:
         seen = set[Node]()
         while self.ahead:
             at, node = heapq.heappop(self.ahead)
-            if at > self.last:  # only gradients are left, and in these backward is linear
+            if at > self.last:  # only gradients are left, in which backward is linear
                 return None
             if node in seen or node in self.but or node.op == "output":
                 continue
@@ -103,7 +105,7 @@ class _Walk:
         return all(self._is_linear_in(node, dependent.intersection(term)) for term in terms)
 
     def _is_linear_in(self, node: Node, factors: Collection[int]) -> bool:
-        """Say whether at most one factor of a product has the copy's errors without averaging them over many."""
+        """Say whether at most one factor of a product has errors of the copy that are not averaged over many."""
         nodes = [n for i, found in _operands(node) if i in factors for n in found if n in self.summed]
         return len(factors) < 2 or sum(self.summed[n] < self.least for n in nodes) < 2
 
@@ -116,7 +118,7 @@ def _operands(node: Node) -> Iterator[tuple[int, list[Node]]]:
 
 
 def _terms(node: Node) -> ops.Terms:
-    """Return the products of arguments whose sum a node is, as `ops.TERMS` has them."""
+    """Return the products of arguments whose sum a node computes, as in `ops.TERMS`."""
     if node.target in _HANDS_ON:
         return ((0,), (1,))
     if is_view(node) or made_by(node) is not node:
@@ -131,7 +133,7 @@ def _terms(node: Node) -> ops.Terms:
 
 
 def _terms_summed(node: Node) -> int:
-    """Return how many elements of its operand each element of a sum adds up."""
+    """Return the number of operand elements that a sum adds for each element of its result; 1 for other nodes."""
     val, source = value(node), value(node.all_input_nodes[0])
     if node.target not in _SUMS or val is None or source is None:
         return 1

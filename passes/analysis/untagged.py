@@ -1,4 +1,4 @@
-"""Tag the nodes of backward that torch leaves untagged."""
+"""Tag the backward nodes that torch leaves untagged."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from fxprec.passes.analysis.joint import JointGraph, is_backward
 
 
 def tag_backward(graph: Graph) -> None:
-    """Tag, in place, nodes of a custom ``torch.autograd.Function``'s backward as backward's.
+    """Tag the untagged nodes of a custom ``torch.autograd.Function``'s backward as backward, in place.
 
     Dynamo captures such a backward as a graph of its own. AOTAutograd runs that graph node by node, and the metadata of
-    its nodes takes the place of the tag. A node without a tag belongs to backward if it reads one of backward's, or if
-    it comes after all of forward. Its ``seq_nr`` is that of forward's last operator, which it is no part of.
+    its nodes replaces the tag. A node without a tag belongs to backward if it reads a backward node, or if it comes
+    after all forward nodes. Its ``seq_nr`` is that of forward's last operator, to which it does not belong.
     """
     tags = [node.meta.get("partitioner_tag") for node in graph.nodes]
     ends = max((i for i, tag in enumerate(tags) if tag == "is_forward"), default=len(tags))

@@ -1,18 +1,18 @@
-"""Decide which values passes may store, round, rescale or narrow: one predicate on the value of a node.
+"""Decide which values passes may store, round, rescale or narrow: `is_plain_float` is the one predicate for all passes.
 
-A pass stores, rounds, rescales or narrows plain floating-point tensors: real numbers in float32, bfloat16 or float16,
-dense and strided. Everything else keeps the model's own precision and is read as it is: complex numbers, float64,
-integers, a user's own 8-bit floats, sparse layouts, effect tokens (empty tensors that order side effects), results that
-a collective has not delivered yet (before ``wait_tensor`` memory holds anything), and masks.
+Passes store, round, rescale or narrow plain floating-point tensors: real numbers in float32, bfloat16 or float16, dense
+and strided. Every other value keeps the model's own precision: complex numbers, float64, integers, a user's own 8-bit
+floats, sparse layouts, masks, effect tokens (empty tensors that order side effects), and results that a collective has
+not delivered yet (before ``wait_tensor`` the memory has undefined content).
 
-A mask is a tensor that holds fill values by construction, ``where(allowed, 0, -inf)``. Fill values say where, not how
-much. As numbers they overflow every narrow format, so the tensor would be promoted in the first step. float32's least
-number becomes -inf in bfloat16, and a row that is masked as a whole becomes NaN.
+A mask is a tensor that contains fill values by construction, ``where(allowed, 0, -inf)``. A fill value marks a place;
+its size means nothing. As numbers, fill values overflow every narrow format, so the tensor would be promoted in the
+first step. float32's least number becomes -inf in bfloat16, and a row that is masked as a whole becomes NaN.
 
 No pass touches a divisor: a value that the model or its backward divides by, or takes the root or logarithm of. In 8
-bits a small divisor is 0 (the mean square of Llama's embeddings is, in e4m3fn), and inf and NaN follow. No pass
-touches log-softmax's result either. Its backward exponentiates it: in e4m3fn a probability would be off by a factor of
-up to 1.28.
+bits a small divisor is 0 (the mean square of Llama's embeddings is, in e4m3fn), and inf and NaN follow. No pass touches
+log-softmax's result either. Its backward exponentiates it: in e4m3fn a probability would be off by a factor of up to
+1.28.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from fxprec.passes.analysis.joint import argument, input_at, is_backward, value
 
 aten = torch.ops.aten
 
-# The smallest fill that makes a mask. BERT's original -1e4 is the smallest in use; fills that are data (a padding
-# value, an ignored index, a clamp) are far below.
+# The smallest magnitude of a mask's fill. BERT's original -1e4 is the smallest in use. Fills that are data (a padding
+# value, an ignored index, a clamp) are far smaller.
 MASK_FILL = 1e4
 
 _MASK, _DIVISOR, _UNDER_WAY = "fxprec_mask", "fxprec_divisor", "fxprec_under_way"
 
-# What hands fill values on, in any argument or in the first: layout, casts, choice, sums, products. Every other
-# operator (softmax, a GEMM, a comparison) makes ordinary numbers of them.
+# Operators whose result keeps the fill values of any argument, or of the first: layout, casts, choice, sums, products.
+# Every other operator (softmax, a GEMM, a comparison) turns fill values into ordinary numbers.
 _HANDS_ON = column("hands_on")
 _PRODUCTS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
-# Where a divisor stands, and what hands one on from its first argument: what makes it 0 makes its result 0, or nearly.
+# The position of an operator's divisor, and operators whose result is 0, or nearly, where their first argument is 0.
 _DIVIDES: Mapping[object, int] = column("divisor_at")
 _SHIFTING = having(Trait.HANDS_ON_DIVISOR)
 _REDUCING = having(Trait.SUMS) - {ops.prims.sum.default}
@@ -53,7 +53,7 @@ def is_plain_float(node: Node) -> bool:
 
 
 def is_float_tensor(node: Node) -> bool:
-    """Say whether ``node`` holds such a tensor, masks and divisors among them: their gradients are ordinary."""
+    """Say whether ``node`` is a dense float tensor, or a mask or divisor, whose gradients are ordinary."""
     val = value(node)
     if val is None or val.dtype not in ops.FLOATS or val.layout is not torch.strided or node.meta.get(_UNDER_WAY):
         return False
@@ -71,14 +71,14 @@ def _is_empty(val: torch.Tensor) -> bool:
 
 
 def is_mask(node: Node) -> bool:
-    """Say whether the value holds mask fills by construction. `mark_masks` must have run over the graph."""
+    """Say whether the value contains mask fills by construction. `mark_masks` must have run over the graph."""
     return bool(node.meta.get(_MASK))
 
 
 def mark_values(graph: Graph, *, stored: bool = True) -> None:
-    """Mark the masks, the divisors and results of waiting collectives in a joint graph, for `is_plain_float`.
+    """Mark the masks, divisors and undelivered results of collectives in a joint graph, for `is_plain_float`.
 
-    Log-softmax's result is spared where tensors are ``stored``; simulation rounds it, as the paper does.
+    If ``stored``, log-softmax's result is marked too; simulation rounds it, as the paper does.
     """
     mark_masks(graph)
     for target in ops.WAITS:
@@ -92,20 +92,20 @@ def mark_values(graph: Graph, *, stored: bool = True) -> None:
 
 
 def _is_root(node: Node) -> bool:
-    """Say whether a node raises to a power that is infinite at 0, or whose derivative is."""
+    """Say whether a node raises to a power that is infinite at 0, or whose derivative is infinite at 0."""
     power = argument(node, 1) if node.target is aten.pow.Tensor_Scalar else None
     return isinstance(power, int | float) and power < 1
 
 
 def _is_of_log_softmax(node: Node) -> bool:
-    """Say whether a node of log-softmax's backward computes probabilities from the result."""
+    """Say whether a node of log-softmax's backward exponentiates the result."""
     return node.target is aten.exp.default and (
         str(node.meta.get("original_aten")) == "aten._log_softmax_backward_data.default"
     )
 
 
 def _mark_divisor(arg: object) -> None:
-    """Mark a divisor and its sources, back to a tensor whose zeros do not make the divisor 0."""
+    """Mark a divisor, and its sources up to a tensor whose zeros do not make the divisor 0."""
     while isinstance(arg, Node) and not arg.meta.get(_DIVISOR):
         if not is_backward(arg):
             arg.meta[_DIVISOR] = True
@@ -117,7 +117,7 @@ def _mark_divisor(arg: object) -> None:
 
 
 def _mark_under_way(arg: object) -> None:
-    """Mark the result that a collective's wait takes, through views and as one of several results."""
+    """Mark the operand of a collective's wait, its sources through views, and the operator that returned it."""
     while isinstance(arg, Node) and arg.op == "call_function":
         arg.meta[_UNDER_WAY] = True
         arg = input_at(arg, 0) if arg.target in ops.VIEWS or arg.target is operator.getitem else None
@@ -132,8 +132,8 @@ def _is_square(arg: object) -> bool:
 
 
 def mark_masks(graph: Graph) -> None:
-    """Find the tensors that hold mask fills, from the constants on."""
-    data: set[Node] = set()  # computed from floating-point inputs: numbers that mean something
+    """Mark the tensors that contain mask fills, by following fill constants through the graph."""
+    data: set[Node] = set()  # computed from floating-point inputs: the numbers are data
     for node in graph.nodes:
         if node.op == "placeholder":
             if is_differentiable(node):
@@ -169,7 +169,7 @@ def _is_fill(number: object) -> bool:
 
 
 def _constant(arg: object) -> float | None:
-    """Return the number that fills an argument, or None."""
+    """Return the number that an argument is or is filled with, seen through views and casts, or None."""
     while isinstance(arg, Node) and (arg.target in ops.VIEWS or arg.target in ops.CASTS):
         arg = input_at(arg, 0)
     if isinstance(arg, Node):

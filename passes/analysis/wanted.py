@@ -1,4 +1,4 @@
-"""Mark the tensors that ``dump_tensors`` asks for, before passes put casts between a value and its readers."""
+"""Mark the tensors that ``dump_tensors`` names, before passes insert casts between a value and its readers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fxprec.passes.analysis.tensors import CountedTensor
 
 aten = torch.ops.aten
 _COPIES = ops.ALIASES | {aten.clone.default}
-WANTED_META = "fxprec_wanted"  # of a node: the counted tensors it holds that are asked for
-CARRIED_META = "fxprec_carried"  # of such a node: the variable of the scale graph whose scale it carries
+WANTED_META = "fxprec_wanted"  # metadata key of a node: the counted tensors to dump that are its value
+CARRIED_META = "fxprec_carried"  # metadata key of such a node: the variable of the scale graph that scales it
 _SHOWN = 8
 
 
@@ -39,14 +39,14 @@ def mark(grouped: Grouped, patterns: Sequence[str]) -> list[str]:
 
 
 def wanted_in(graph: Graph) -> Iterator[tuple[Node, CountedTensor]]:
-    """Yield the marked nodes of a graph, each with every tensor it holds."""
+    """Yield each marked node of a graph with each tensor that is its value."""
     for node in graph.nodes:
         for tensor in node.meta.get(WANTED_META, ()):
             yield node, tensor
 
 
 def _tensors(grouped: Grouped) -> Iterator[tuple[Node, CountedTensor]]:
-    """Yield every counted tensor that one node holds; a gradient is the sum of its contributions."""
+    """Yield every counted tensor that is one node's value; a gradient's node sums its contributions."""
     yield from grouped.values.items()
     walk = GradientWalk(grouped, lambda node, target, users: node)
     walk.run()
@@ -58,7 +58,7 @@ def _tensors(grouped: Grouped) -> Iterator[tuple[Node, CountedTensor]]:
 
 
 def _maker(node: Node) -> Node:
-    """Return the node that made a value, without copies and pairs of transpositions, which Inductor removes."""
+    """Return the node that computed a value, below copies and pairs of transpositions, which Inductor removes."""
     while node.op == "call_function":
         above = node.all_input_nodes[0] if node.all_input_nodes else node
         if node.target in _COPIES:

@@ -1,4 +1,4 @@
-"""Find the GEMMs that a CPU computes in float32, since it has no instructions for their operands' dtype."""
+"""Find the GEMMs that a CPU computes in float32 because it has no instructions for their operands' dtype."""
 
 from __future__ import annotations
 
