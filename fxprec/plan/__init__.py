@@ -1,4 +1,4 @@
-"""The plan: the format of each tensor, as immutable data, and its files."""
+"""The plan, immutable data that gives each tensor's format, and plan files."""
 
 from fxprec.plan.files import SCHEMA
 from fxprec.plan.plan import Plan

@@ -1,7 +1,7 @@
-"""Decide whether two plans belong to the same model, and match the sites that hold the same tensor.
+"""Decide whether two plans belong to the same model, and match the sites that store the same tensor.
 
-Nothing here asks for a format. Node names are compared without their numbers: FX counts every node it ever made, so
-the same graph traced again, under dynamic shapes above all, may number its nodes otherwise.
+Formats are not compared. Node names are compared without their numbers: FX counts every node that it ever created, so
+a second trace of the same graph, especially under dynamic shapes, may number the nodes differently.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from fxprec.errors import PlanError
 from fxprec.plan.rows import Gemm, Group, Site
 
-# Which fields make up the model, by table, the one that names an entry first; those of _SIZES say how large it is.
+# The fields that identify the model, by table; the first field names the entry. Fields in _SIZES depend on the batch.
 _MODEL = {
     "gemms": ("node", "op", "module", "group_before", "group_after"),
     "groups": ("operators", "size", "elements"),
@@ -29,25 +29,25 @@ class Tables(Protocol):
 
     @property
     def grouping(self) -> str:
-        """Return the rule by which tensors form groups."""
+        """The rule by which tensors form groups."""
 
     @property
     def gemms(self) -> tuple[Gemm, ...]:
-        """Return the matrix products, in execution order."""
+        """The matrix products, in execution order."""
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Return the groups, by id."""
+        """The groups, by id."""
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """Return the stored tensors, by id."""
+        """The stored tensors, by id."""
 
 
 def first_difference(here: Tables, other: Tables, *, there: str, sizes: bool = True) -> str | None:
-    """Name the first difference of two plans' models, or return None.
+    """Return a text on the first difference between two plans' models, or None.
 
-    ``there`` is what the message calls ``other``. With ``sizes=False`` elements and shapes are left out.
+    ``there``: what the text calls ``other``. ``sizes=False`` ignores elements and shapes.
     """
     for table, names in _MODEL.items():
         compared = [name for name in names if sizes or name not in _SIZES]
@@ -61,7 +61,7 @@ def first_difference(here: Tables, other: Tables, *, there: str, sizes: bool = T
 
 
 def refuse_another_site(row: int, site: Site, given: Sequence[Site]) -> None:
-    """Raise `PlanError` where row ``row`` of a given plan holds another tensor than ``site``, or there is no such."""
+    """Raise `PlanError` if row ``row`` of a given plan is missing or has another tensor than ``site``."""
     if row >= len(given):
         raise another_model(f"site {row} is {site.tensor!r} here, and the given plan has {len(given)} sites")
     difference = _in_row("sites", row, site, given[row], ("tensor", "kind", "module", "group"), "the given plan")
@@ -70,15 +70,15 @@ def refuse_another_site(row: int, site: Site, given: Sequence[Site]) -> None:
 
 
 def another_model(difference: str) -> PlanError:
-    """Return the error of a given plan that does not fit."""
+    """Return the error for a given plan that belongs to another model."""
     return PlanError(f"the given plan belongs to another model: {difference}; drop plan= to solve anew")
 
 
 def partners(here: Tables, other: Tables) -> Mapping[int, int]:
-    """Map site ids of ``here`` to those of ``other`` that hold the same tensor, for two graphs of one model.
+    """Map site ids of ``here`` to the site ids of ``other`` with the same tensor, for two graphs of one model.
 
-    A training graph has sites that its evaluation graph lacks, so positions say nothing; equals of one place are
-    told apart by their order, and by their names where the one graph has more of them than the other.
+    A training graph has sites that its evaluation graph lacks, so ids alone do not match. Sites with the same kind,
+    module, source line and node name are matched in order, or by full node name if their numbers differ.
     """
     ours, theirs = _by_place(here), _by_place(other)
     found: dict[int, int] = {}
@@ -93,10 +93,10 @@ def partners(here: Tables, other: Tables) -> Mapping[int, int]:
 
 
 def low_groups_with(trained: Tables, gemms: Sequence[tuple[int, int]]) -> frozenset[int]:
-    """Return which groups of another graph of the same model are low, in a plan for its training graph.
+    """Return which groups of another graph of the same model are low according to the training plan ``trained``.
 
-    ``gemms`` are the groups before and after each of its GEMMs. Regions by data flow are matched at the GEMMs they
-    touch, since a loss or an input that only training has shifts their numbers: one is low where all its partners are.
+    ``gemms`` are the groups before and after each GEMM of the other graph. Groups by data flow are matched at their
+    GEMMs, as a loss or input that only training has changes their numbers. A group is low if all its matches are low.
     """
     if trained.grouping == "execution":
         return frozenset(g.id for g in trained.groups if g.low)
@@ -110,7 +110,7 @@ def low_groups_with(trained: Tables, gemms: Sequence[tuple[int, int]]) -> frozen
 def _by_place(plan: Tables) -> dict[Hashable, list[Site]]:
     found: dict[Hashable, list[Site]] = defaultdict(list)
     for site in plan.sites:
-        group = site.group if plan.grouping == "execution" else None  # regions are numbered graph by graph
+        group = site.group if plan.grouping == "execution" else None  # data-flow groups have other numbers per graph
         name = site.tensor if site.kind.endswith("param") else _unnumbered(site.tensor)
         found[site.kind, group, site.module, site.source, name].append(site)
     return found

@@ -1,4 +1,4 @@
-"""Make a plan file that a person edited consistent: a group that is switched over takes its sites along."""
+"""Make a plan file consistent that a person edited: if a group's ``low`` was switched, switch its sites too."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fxprec.plan.rows import Group, Site
 
 
 def as_edited(plan: Plan) -> Plan:
-    """Return ``plan`` with the sites of every group whose ``low`` was switched by hand switched too.
+    """Return ``plan`` with formats switched for the sites of every group whose ``low`` was switched by hand.
 
-    A site keeps a format that was given it by hand, and a promotion. Raises `PlanError` where a site's format says
-    the contrary of its group's ``low``.
+    A site keeps a promotion and a format that was set by hand. Raises `PlanError` if that format contradicts the
+    group's ``low``.
     """
     switched = {g.id: g for g in plan.groups if g.solved_low not in (None, g.low)}
     sites = tuple(_switched(s, switched[s.group], plan) if s.group in switched else s for s in plan.sites)

@@ -1,6 +1,6 @@
 """Read a `Plan` from JSON data: check the type of each value and each reference, and evaluate nothing.
 
-The type of a dataclass's field says how the field is read: `_READERS` has the simple types.
+The type annotation of a dataclass field decides how the field is read; `_READERS` has the simple types.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _name_of(entry: Entry, read: Callable[[str], AnyFormat], what: str) -> str:
 
 
 def _moments(entry: Entry) -> tuple[tuple[int, ...], ...]:
-    """Read rows of as many counts as there are kinds of bytes."""
+    """Read rows of ``len(LIVE)`` byte counts."""
     rows: tuple[tuple[int, ...], ...] = each(each(_count))(entry)
     for i, row in enumerate(rows):
         if len(row) != len(LIVE):
@@ -68,7 +68,7 @@ def _moments(entry: Entry) -> tuple[tuple[int, ...], ...]:
 
 
 def _rows(read: Reader, entry: Entry) -> tuple[Any, ...]:
-    """Read a table whose ids are positions."""
+    """Read a table whose rows have their position as ``id``."""
     rows = []
     for i, item in enumerate(entry.items()):
         row = read(item)
@@ -85,13 +85,13 @@ def _record(cls: type, entry: Entry) -> Any:
 
 
 _FORMER = {"Site": ("stats",), "Plan": ("compute",)}
-"""Keys that earlier versions wrote. Nothing reads them, and they are no error."""
+"""Keys that earlier versions wrote; they are ignored."""
 _FORMER_UNREAD = "nobody would read a low copy"
-"""The beginning of ``why`` in plan files older than the field ``unread``."""
+"""Start of ``why`` in plan files older than the field ``unread``, for sites that now have ``unread``."""
 
 
 def _site(entry: Entry) -> Site:
-    """Read a site. A site of an older file has no ``unread``: its ``why`` says so in words."""
+    """Read a site. In an older file ``unread`` is missing and is derived from the text of ``why``."""
     site: Site = _record(Site, entry)
     if "unread" in entry.value:
         return site
@@ -136,7 +136,7 @@ def _reader(hint: Any) -> Reader:
         return _READERS[hint]
     parts = get_args(hint)
     if get_origin(hint) is Literal:
-        return word(*filter(None, parts))  # a field that is "" is left out of a file
+        return word(*filter(None, parts))  # files omit a field whose value is ""
     if get_origin(hint) is tuple:
         read = _reader(parts[0])
         return partial(_rows, read) if "id" in getattr(parts[0], "__dataclass_fields__", ()) else each(read)
@@ -149,7 +149,7 @@ _REQUIRED = ("recipe", "policy", "requested_low_ratio", "achieved_low_ratio", "g
 
 
 def read_plan(entry: Entry, kind: type[Plan]) -> Plan:
-    """Return the plan of a parsed file, made by ``kind``. Raises `PlanError` naming the entry."""
+    """Return the plan of a parsed file as a ``kind``. Raises `PlanError` naming the entry."""
     for key in _REQUIRED:
         entry.get(key)
     plan: Plan = _record(kind, entry)
@@ -161,7 +161,7 @@ def read_plan(entry: Entry, kind: type[Plan]) -> Plan:
 
 
 def _check_compute(entry: Entry) -> None:
-    """Refuse a plan of real storage in which every reader gets the stored value; an older plan has no ``compute``."""
+    """Refuse a plan of native or packed storage with ``compute`` "stored", which an older plan has by default."""
     compute = entry.get("compute") if "compute" in entry.value else Entry("stored", "compute")
     word("high", "stored")(compute)
     if compute.value == "stored" and entry.value.get("storage", "native") != "simulate":

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def explain(plan: Plan, tensor: str) -> list[str]:
-    """Return the lines on every site of a tensor or, where no tensor is called so, a module or a site's number.
+    """Return the lines on every site of a tensor or, if no tensor has that name, of a module or a site's number.
 
-    ``lowering`` says which lowering ``"auto"`` took, and why; ``peak_budget`` and ``step_budget`` what the step holds
-    under one. A plan without them says why it has none. ``""`` is the whole plan: each tensor held
-    for backward, the groups, and what may be asked for.
+    ``lowering`` explains which lowering ``"auto"`` took. ``peak_budget`` and ``step_budget`` list the bytes of the step
+    under that budget. A plan without them says why it has none. ``""`` gives an overview of the whole plan: each tensor
+    saved for backward, the groups, and the other names.
 
-    Raises `PlanError` for a name the plan does not have.
+    Raises `PlanError` for a name that the plan does not have.
     """
     if not tensor:
         return overview(plan)
@@ -49,7 +49,7 @@ def explain(plan: Plan, tensor: str) -> list[str]:
 
 
 def overview(plan: Plan) -> list[str]:
-    """Return lines on what a plan holds for backward: each tensor with its format and bytes, then each group."""
+    """Return lines on the tensors that a plan saves for backward, with format and bytes, then on each group."""
     held = map(one_line, held_lines(plan))
     return [line([plan]), *held, "explain PLAN NAME has more: a tensor, a module, lowering, peak_budget, step_budget"]
 
@@ -63,7 +63,7 @@ _NO_STEP = "step_budget: none was asked for; compile with options optimizer and 
 
 
 def lowering_lines(choice: LoweringChoice) -> list[str]:
-    """Return lines on which lowering was taken, why, and what was estimated for each half."""
+    """Return lines on the chosen lowering, the reason, and the estimates for each half."""
     estimate = choice.estimate or LoweringEstimate()
     halves = [(name, half) for name in ("forward", "backward") if (half := getattr(estimate, name)) is not None]
     return [
@@ -73,7 +73,7 @@ def lowering_lines(choice: LoweringChoice) -> list[str]:
 
 
 def peak_lines(plan: Plan, peak: PeakBytes) -> list[str]:
-    """Return lines on a peak budget: its bytes, who shares it, what the step holds, and which way values go."""
+    """Return lines on a peak budget: its bytes, the graphs that share it, the step's peak, and values by way."""
     ways = Counter(_way(site) for site in plan.sites if site.way)
     compiled = "" if peak.compiled is None else f", {peak.compiled:,} as compiled"
     return [
@@ -87,7 +87,7 @@ def peak_lines(plan: Plan, peak: PeakBytes) -> list[str]:
 
 
 def step_lines(plan: Plan, whole: WholeStep) -> list[str]:
-    """Return lines on a step budget, and on who takes how much of it."""
+    """Return lines on a step budget: the bytes of weights, optimizer states, gradients and the peak."""
     chosen = f", in {whole.chosen}: states='auto', and no more exact form fits" if whole.chosen else ""
     if whole.chosen == "float32":
         chosen = ", in float32: states='auto', and they fit"
@@ -133,12 +133,12 @@ def _site(plan: Plan, site: Site) -> list[str]:
 
 
 def reasons(plan: Plan, site: Site) -> list[str]:
-    """Return a sentence on why a site has its format, and one on who reads its stored copy."""
+    """Return sentences on a site's group, on the reason for its format, and on the readers of its stored copy."""
     return [_of_group(plan, site), _of_format(plan, site), *_of_readers(plan, site), *_of_operands(plan, site)]
 
 
 def _of_operands(plan: Plan, site: Site) -> list[str]:
-    """Return the formats to which the GEMM that makes a value rounds its operands, if the recipe rounds any."""
+    """Return a sentence on the operand formats of the GEMM that makes a site's value, if the recipe rounds operands."""
     made_by = [gemm for gemm in plan.gemms if gemm.node == site.tensor and site.kind == "output"]
     if plan.recipe.operands is None or not made_by:
         return []
@@ -191,7 +191,7 @@ def _of_format(plan: Plan, site: Site) -> str:
 
 
 def _stored(fmt: Format, site: Site) -> str:
-    """Return the format's name, or the saturating format's where the site has that one."""
+    """Return the format's name, or its saturating variant's name if the site has that variant."""
     saturating = replace(fmt, overflow="saturate").name
     return saturating if site.format == saturating else fmt.name
 

@@ -1,4 +1,4 @@
-"""Plan files: plain JSON, one gemm, group or site a line, read as hostile input and written atomically."""
+"""Read and write plan files: plain JSON with one table row per line, read as untrusted input, written atomically."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 MAX_BYTES = 64 * 2**20
-MAX_VALUES = 4_000_000  # 64 MiB of sites hold 3.3 million; an array of zeros would hold 32 million and 1 GB
+MAX_VALUES = 4_000_000  # 64 MiB of sites have 3.3 million values; 64 MiB of zeros would have 32 million and take 1 GB
 _TABLES = ("gemms", "groups", "sites", "saved")
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON data: fields of the whole plan first, then the tables.
 
-    ``grouping`` is written where it is not the default, ``compute`` and ``reads`` in real storage, a site's
-    ``why``, ``unread`` and ``saved_as`` and a GEMM's block formats where there is something to say, ``peak_bytes`` and
-    a site's ``way`` under a peak budget, ``whole_step`` under a step budget, ``lowering`` where it was chosen,
-    ``saved`` once the graph is partitioned.
+    Some keys are optional. ``grouping`` is omitted if it is the default, ``compute`` and ``reads`` in storage
+    ``simulate``, and a site's ``why``, ``unread``, ``saved_as`` and a GEMM's block formats if empty. ``peak_bytes`` and
+    ``way`` need a peak budget, ``whole_step`` a step budget, ``lowering`` a choice, ``saved`` a partitioned graph.
     """
     head = {
         "schema": plan.schema,
@@ -69,14 +68,14 @@ def _row(row: DataclassInstance) -> dict[str, Any]:
 
 
 def _peak(row: PeakBytes) -> dict[str, Any]:
-    """Leave out fields that only several graphs, or other budgets, have."""
+    """Return the peak as data, without empty fields and without the fields for several graphs if there is one."""
     alone = {"graphs", "beside"} if row.graphs == 1 else set()
     empty = alone | {name for name in ("points", "compiled_live", "offloaded", "reserved") if not getattr(row, name)}
     return {k: v for k, v in (_row(row) | {"points": [_row(p) for p in row.points]}).items() if k not in empty}
 
 
 def _given(data: dict[str, Any]) -> dict[str, Any]:
-    """Leave out fields that are None or empty text."""
+    """Return data without fields that are None or empty text."""
     found = {key: _given(value) if isinstance(value, dict) else value for key, value in data.items()}
     return {key: value for key, value in found.items() if value not in (None, "")}
 
@@ -103,7 +102,7 @@ def _saved(row: SavedTensor) -> dict[str, Any]:
 
 
 def dumps(plan: Plan) -> str:
-    """Return the text of a plan file: the same plan gives the same text."""
+    """Return the text of a plan file; equal plans give equal text."""
     data = to_dict(plan)
     lines = [f" {_compact(key)}: {_table(value) if key in _TABLES else _compact(value)}" for key, value in data.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -118,13 +117,13 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan file: whole or not at all. Raises `PlanError`."""
+    """Write a plan file atomically. Raises `PlanError` if the path cannot be written."""
     write(dumps(plan), path)
 
 
 def write(content: str, path: str | os.PathLike[str]) -> None:
-    """Write the text of a plan file: whole or not at all. Raises `PlanError`."""
-    target = Path(path).resolve()  # through a link: what it points to is replaced, the link stays
+    """Write the text of a plan file atomically. Raises `PlanError` if the path cannot be written."""
+    target = Path(path).resolve()  # of a symbolic link, replace the target and keep the link
     beside = target.with_name(f".{target.name[:50]}.{secrets.token_hex(8)}")
     try:
         _write_through(content.encode("ascii"), beside, target)
@@ -134,7 +133,7 @@ def write(content: str, path: str | os.PathLike[str]) -> None:
 
 
 def _write_through(content: bytes, beside: Path, target: Path) -> None:
-    """Write ``content`` to ``beside`` and move that onto ``target`` in one step."""
+    """Write ``content`` to the file ``beside``, then rename it to ``target``."""
     try:
         with beside.open("xb") as file:
             file.write(content)
@@ -146,7 +145,7 @@ def _write_through(content: bytes, beside: Path, target: Path) -> None:
 
 
 def load(path: str | os.PathLike[str], kind: type[Plan]) -> Plan:
-    """Read a plan file. Raises `PlanError` naming the file, the entry, the cause and the way out."""
+    """Read a plan file. Raises `PlanError` naming the file, the entry, the cause and a remedy."""
     name = os.fsdecode(path)
     try:
         return read_checked(read_entry(name), kind)
@@ -155,18 +154,18 @@ def load(path: str | os.PathLike[str], kind: type[Plan]) -> Plan:
 
 
 def read_entry(path: str | os.PathLike[str]) -> Entry:
-    """Return the JSON data of a plan file. Raises `PlanError` naming the cause and the way out."""
+    """Return the JSON data of a plan file. Raises `PlanError` naming the cause and a remedy."""
     return Entry(_from_bytes(_read(os.fsdecode(path))))
 
 
 def read_checked(entry: Entry, kind: type[Plan]) -> Plan:
-    """Return the plan at a place of larger data. Raises `PlanError` naming the entry."""
+    """Check the schema version and return the plan of an entry of larger data. Raises `PlanError` naming the entry."""
     _check_schema(entry)
     return read_plan(entry, kind)
 
 
 def _read(name: str) -> bytes:
-    """Return the file's bytes; refuse a file that is not regular, or too large, before reading it."""
+    """Return the file's bytes. Refuse a file that is not regular, and read no more than `MAX_BYTES` and one byte."""
     try:
         handle = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe must not block
         try:

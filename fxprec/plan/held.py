@@ -1,4 +1,4 @@
-"""Show what a plan's step holds for backward, tensor by tensor: lines for a terminal, data for JSON."""
+"""List the tensors that a plan saves for backward: lines for a terminal, data for JSON."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fxprec.plan.rows import ByteCount, Group, SavedTensor
 if TYPE_CHECKING:
     from fxprec.plan.plan import Plan
 
-SHOWN = 40  # tensors of a text, the largest; JSON has all
+SHOWN = 40  # number of tensors in a text, the largest ones; JSON has all
 _HEAD = ("bytes", "in bf16", "in float32", "format", "tensor", "module", "source")
 _TITLE = "held for backward, largest first (inputs and parameters of the graph are there anyway and do not count):"
 _GROUPS = "by group, the tensors between two matrix products (asked: what the policy chose for the group as a whole):"
 
 
 def lines(plan: Plan) -> list[str]:
-    """Return a table of the tensors held for backward with their total, then a line for each group."""
+    """Return a table of the tensors saved for backward with their total, then one line per group."""
     if not plan.saved:
         return [_nothing(plan.saved_bytes)]
     rows = sorted(plan.saved, key=lambda row: -row.bytes)
@@ -33,7 +33,7 @@ def lines(plan: Plan) -> list[str]:
 
 
 def data(plan: Plan) -> dict[str, Any]:
-    """Return the same as plain data; sizes in bytes."""
+    """Return the tensors saved for backward and the groups as plain data; sizes in bytes."""
     rows = [
         {
             **{name: getattr(row, name) for name in ("tensor", "module", "source", "format")},

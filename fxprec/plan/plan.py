@@ -1,4 +1,4 @@
-"""The plan: the format of each tensor, as immutable data. `files` reads and writes it as JSON."""
+"""The plan, immutable data that gives each tensor's format. `files` reads and writes plans as JSON."""
 
 from __future__ import annotations
 
@@ -32,56 +32,56 @@ from fxprec.plan.rows import (
 
 def _version(package: str) -> str:
     try:
-        return metadata.version(package).partition("+")[0]  # "2.13.0+cpu" and "2.13.0+cu130" plan alike
+        return metadata.version(package).partition("+")[0]  # "2.13.0+cpu" and "2.13.0+cu130" make equal plans
     except metadata.PackageNotFoundError:
         return "unknown"
 
 
-# (operator, module) of each GEMM, in order.
+# (operator, module) of each GEMM, in execution order.
 GemmNames = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Which tensors of one compiled graph are stored, in which format, and why; docs/architecture.md has the words.
+    """The stored tensors of one compiled graph, with their formats and the reasons; see docs/architecture.md for terms.
 
-    ``gemms``, ``groups`` and ``sites`` are numbered by position: ``plan.sites[i].id == i``. `load` raises
-    `PlanError` for a file that is no plan, and compiling does for a plan of another model.
+    ``gemms``, ``groups`` and ``sites`` are numbered by position: ``plan.sites[i].id == i``. `load` raises `PlanError`
+    for a file that is not a plan. Compiling raises it for a plan of another model.
     """
 
     sites: tuple[Site, ...] = ()
     gemms: tuple[Gemm, ...] = ()
     groups: tuple[Group, ...] = ()
     model: OneLine = field(default="", compare=False)
-    """Class of the module that was compiled, or name of the function; ``""`` where nobody said."""
+    """Class of the module that was compiled, or name of the function; ``""`` if unknown."""
     recipe: Recipe = BF16
     storage: Literal["native", "packed", "simulate"] = "native"
     policy: str = "size"
     grouping: Literal["execution", "dataflow"] = "execution"
-    """The rule by which operators form groups, as `Config.grouping`."""
+    """The rule by which operators form groups, as in `Config.grouping`."""
     requested_low_ratio: Share | None = None
-    """None where an activation budget took its place."""
+    """Lower bound on the low ratio; None if an activation budget replaces it."""
     activation_budget: int | None = None
     """Bytes, or None."""
     achieved_low_ratio: Share = 0.0
-    """Elements of groups, or tensors, that the policy made low / all elements, before promotions."""
+    """Elements of the groups or tensors that the policy made low / all elements, before promotions."""
     bit_ratio: float = 0.0
-    """2 x (bits at all-high - bits) / bits at all-high; lower, since weight gradients stay high."""
+    """2 x (bits at all-high - bits) / bits at all-high; below the low ratio, since weight gradients stay high."""
     gap: float | None = None
-    """Proved relative distance from the optimum (policy ``exact``)."""
+    """Proved relative distance from the optimum (policy ``exact``); else None."""
     total_elements: int = 0
     saved_bytes: ByteCount | None = None
     """Bytes that the partitioned graph saves for backward; None without a backward half."""
     saved: tuple[SavedTensor, ...] = ()
-    """The tensors whose bytes those are; empty until the graph is partitioned, and in older plan files."""
+    """The tensors counted in ``saved_bytes``; empty until the graph is partitioned, and in older plan files."""
     peak_bytes: PeakBytes | None = None
     """Peak of a step under a peak budget; None without one."""
     whole_step: WholeStep | None = field(default=None, compare=False)
-    """What a step budget counts beside the peak; None without one."""
+    """Bytes that a step budget counts besides the peak; None without a step budget."""
     lowering: LoweringChoice | None = field(default=None, compare=False)
     """The choice of ``lowering="auto"``, which changes no number; None for another lowering, or before compiling."""
     notes: tuple[str, ...] = ()
-    """Remarks, such as operators with unscaled gradients. What was asked for and not done is a warning instead."""
+    """Remarks, such as operators with unscaled gradients. A request that is not fulfilled is a warning instead."""
     schema: int = SCHEMA
     fxprec: str = field(default_factory=lambda: _version("fxprec"))
     torch: str = field(default_factory=lambda: _version("torch"))
@@ -96,54 +96,55 @@ class Plan:
 
     @property
     def compute(self) -> Literal["high", "stored"]:
-        """Say what operators read: ``"high"``, the values, or in simulation ``"stored"``, the rounded values."""
+        """The values that operators read: ``"high"``, unrounded, or in storage ``simulate`` ``"stored"``, rounded."""
         return "stored" if self.storage == "simulate" else "high"
 
     @cached_property
     def formats(self) -> Mapping[tuple[str, str], str]:
-        """Return the format name by (tensor, kind), which another compilation of the same model follows."""
+        """The format names by (tensor, kind), which another compilation of the same model follows."""
         return {(site.tensor, site.kind): site.format for site in self.sites}
 
     @property
     def operand_formats(self) -> tuple[tuple[str, str, str], ...]:
-        """Return the block formats of each GEMM's operands, by product."""
+        """For each GEMM, the block formats of its operands: forward, input gradient, weight gradient."""
         return tuple((gemm.forward, gemm.input_grad, gemm.weight_grad) for gemm in self.gemms)
 
     @property
     def gemms_by_name(self) -> GemmNames:
-        """Return operator and module of each GEMM: graphs of one model agree in them (`latest_of_gemms`)."""
+        """Operator and module of each GEMM, which are equal for all graphs of one model (`latest_of_gemms`)."""
         return tuple((gemm.op, gemm.module) for gemm in self.gemms)
 
     @cached_property
     def low_groups(self) -> frozenset[int]:
-        """Return the ids of the groups the policy made low."""
+        """The ids of the groups that the policy made low."""
         return frozenset(group.id for group in self.groups if group.low)
 
     @property
     def promoted(self) -> tuple[Site, ...]:
-        """Return the sites promoted so far."""
+        """The sites promoted so far."""
         return tuple(site for site in self.sites if site.promoted_at is not None)
 
     @property
     def promoted_ratio(self) -> float:
-        """Return the elements of promoted tensors over all elements, at the traced sizes."""
+        """Elements of promoted tensors / all elements, at the traced sizes."""
         return sum(site.elements for site in self.promoted) / max(self.total_elements, 1)
 
     @property
     def low_ratio(self) -> float:
-        """Return the share of all elements that the policy made low, promoted ones left out; not what is saved low."""
+        """The share of all elements that the policy made low, less promoted ones; see `saved_low_share` for bytes."""
         return max(0.0, self.achieved_low_ratio - self.promoted_ratio)
 
     @property
     def saved_low_share(self) -> float:
-        """Return the share of the bytes saved for backward that lies in fewer than 16 bits; 0 where none are saved."""
+        """The share of the bytes saved for backward that is stored in fewer than 16 bits; 0 if none are saved."""
         return saved_low_share((self,))
 
     def mean_demoted_ratio(self, steps: int) -> float:
-        """Return `low_ratio` averaged over the first ``steps`` steps, or the first ratio where there were none.
+        """Return `low_ratio` averaged over the first ``steps`` steps, or the first ratio for 0 steps.
 
-        A tensor promoted after step k was low in steps 1 to k; where k > ``steps`` that was in another run, whose plan
-        file this one follows, and here it was high throughout. Source: Lee et al. 2023, section 5.2, over epochs.
+        A tensor promoted after step k was low in steps 1 to k. If k > ``steps``, the promotion happened in an earlier
+        run whose plan file this run follows, so the tensor was high in all steps. Source: Lee et al. 2023, section 5.2,
+        which averages over epochs.
         """
         low_steps = [
             s.promoted_at if s.promoted_at is not None and s.promoted_at <= steps else 0 for s in self.promoted
@@ -152,7 +153,7 @@ class Plan:
         return max(0.0, self.achieved_low_ratio - lost / max(steps * self.total_elements, 1))
 
     def with_high_operands(self, why: str) -> Self:
-        """Return a plan whose GEMMs multiply operands in the recipe's ``hi``."""
+        """Return a plan whose GEMMs multiply operands in the recipe's ``hi``, with ``why`` as the reason."""
         changed = [
             replace(gemm, forward="", input_grad="", weight_grad="", operands_why=why) if any(formats) else gemm
             for gemm, formats in zip(self.gemms, self.operand_formats, strict=True)
@@ -160,10 +161,10 @@ class Plan:
         return replace(self, gemms=tuple(changed))
 
     def promote(self, sites: Iterable[int], *, step: int, hi: str | None = None) -> Self:
-        """Return a plan with ``sites`` in the high format from now on; itself where nothing changes.
+        """Return a plan with ``sites`` in the high format from now on; the same plan if nothing changes.
 
-        ``hi`` is a format name, the recipe's when left out. Sites already high or promoted stay as they are.
-        Raises `PlanError` for a site that does not exist or holds a gradient: only forward tensors are promoted.
+        ``hi`` is a format name, by default the recipe's ``hi``. Sites already high or promoted stay as they are. Raises
+        `PlanError` for a site that does not exist or is a gradient: only forward tensors are promoted.
         """
         name = parse(hi).name if hi is not None else self.recipe.hi.name
         changed = {i: _promoted(self._forward_site(i), step, name) for i in sites}
@@ -185,10 +186,10 @@ class Plan:
         return site
 
     def first_difference(self, other: Plan, *, there: str = "the other plan", sizes: bool = True) -> str | None:
-        """Name the first thing in which two plans' models differ, or return None.
+        """Return a text on the first difference between two plans' models, or None.
 
-        Formats, groups chosen and versions are no part of the model. ``sizes=False`` leaves elements and shapes
-        out, so that plans of one model at two batch sizes agree.
+        Formats, low groups and versions are not part of the model. ``sizes=False`` ignores elements and shapes, so that
+        plans of one model at two batch sizes are equal.
         """
         return first_difference(self, other, there=there, sizes=sizes)
 
@@ -208,10 +209,10 @@ class Plan:
         )
 
     def explain(self, name: str = "") -> str:
-        """Return what is held for backward, tensor by tensor, as ``fxprec explain`` prints it.
+        """Return the list of tensors saved for backward, as ``fxprec explain`` prints it.
 
-        ``name`` asks for more: a tensor, a module, a site's number, ``lowering``, ``peak_budget``, ``step_budget``.
-        Raises `PlanError` for a name the plan does not have.
+        ``name`` selects one explanation instead: of a tensor, a module, a site's number, ``lowering``, ``peak_budget``
+        or ``step_budget``. Raises `PlanError` for a name that the plan does not have.
         """
         from fxprec.plan.explain import explain
 
@@ -222,7 +223,7 @@ class Plan:
         return files.to_dict(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan: whole or not at all, the same bytes for the same plan. Raises `PlanError`."""
+        """Write the plan atomically; equal plans give equal bytes. Raises `PlanError`."""
         files.save(self, path)
 
     @classmethod
@@ -232,7 +233,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: object) -> Plan:
-        """Return the plan of `to_dict`'s result, checked like a file. Raises `PlanError` naming the entry."""
+        """Return the plan from a result of `to_dict`, checked like a file. Raises `PlanError` naming the entry."""
         return files.read_checked(Entry(data), cls)
 
 
@@ -243,11 +244,11 @@ def _promoted(site: Site, step: int, hi: str) -> Site:
 
 
 def saved_low_share(plans: Sequence[Plan]) -> float:
-    """Return the share of the bytes that plans save for backward that lies in fewer than 16 bits."""
+    """Return the share of the bytes that plans save for backward that is stored in fewer than 16 bits."""
     rows = [row for plan in plans for row in plan.saved if not row.on_host]
     return sum(row.bytes for row in rows if 0 < row.bits < 16) / max(sum(row.bytes for row in rows), 1)
 
 
 def latest_of_gemms(plans: Sequence[Plan], gemms: GemmNames) -> Plan | None:
-    """Return the latest plan of a graph with these GEMMs: the same model's, so that evaluation rounds as training."""
+    """Return the latest plan with these GEMMs, or None. Evaluation follows this plan to round as training does."""
     return next((plan for plan in reversed(plans) if plan.gemms_by_name == gemms), None)

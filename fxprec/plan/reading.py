@@ -1,4 +1,4 @@
-"""Read JSON data as hostile input: each reader checks the type of a value and returns it; none evaluates anything."""
+"""Read JSON data as untrusted input: each reader checks the type of a value and returns the value."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ SHOWN = 60
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A JSON value and where it stands (``sites[3].format``)."""
+    """A JSON value and its path in the file (``sites[3].format``)."""
 
     value: Any
     path: str = ""
     if_missing: str = "add it, or plan again"
-    """The way out where a key is missing."""
+    """The remedy in the error message for a missing key."""
 
     def fail(self, cause: str, way_out: str) -> PlanError:
-        """Return an error that names the place of the value."""
+        """Return an error that names the path of the value."""
         return PlanError(f"{self.path or 'top level'}: {cause}; {way_out}")
 
     def wrong(self, wanted: str) -> PlanError:
@@ -32,7 +32,7 @@ class Entry:
         return self.fail(f"is {shown if len(shown) <= SHOWN else shown[: SHOWN - 3] + '...'}", f"it must be {wanted}")
 
     def get(self, key: str) -> Entry:
-        """Return an object's entry. Raises `PlanError` where the value is no object, or has no such key."""
+        """Return an object's entry. Raises `PlanError` if the value is not an object, or has no such key."""
         mapping = self.mapping()
         if key not in mapping:
             near = did_you_mean(key, [k for k in mapping if len(str(k)) <= SHOWN])
@@ -40,13 +40,13 @@ class Entry:
         return Entry(mapping[key], f"{self.path}.{key}" if self.path else key, self.if_missing)
 
     def mapping(self) -> Mapping[str, Any]:
-        """Return an object. Raises `PlanError` where the value is none."""
+        """Return the value as an object. Raises `PlanError` if it is not one."""
         if not isinstance(self.value, Mapping):
             raise self.wrong("an object")
         return self.value
 
     def items(self) -> Iterator[Entry]:
-        """Yield an array's entries. Raises `PlanError` where the value is no array."""
+        """Yield an array's entries. Raises `PlanError` if the value is not an array."""
         if not isinstance(self.value, list):
             raise self.wrong("an array")
         for i, value in enumerate(self.value):
@@ -54,7 +54,7 @@ class Entry:
 
 
 Reader = Callable[[Entry], Any]
-"""Returns what an entry holds. Raises `PlanError` where that is not as it was written."""
+"""A function that returns the checked value of an entry. Raises `PlanError` if type or range is wrong."""
 
 
 def text(entry: Entry) -> str:
@@ -67,7 +67,7 @@ def text(entry: Entry) -> str:
 
 
 def integer(least: int, most: int, shown: str) -> Reader:
-    """Return a reader of ints of a range; ``shown`` is the range's end as text."""
+    """Return a reader of ints from ``least`` to ``most``; ``shown`` is ``most`` as text."""
 
     def read(entry: Entry) -> int:
         if type(entry.value) is not int or not least <= entry.value <= most:
@@ -104,19 +104,19 @@ def word(*allowed: str) -> Reader:
 
 
 def or_one_of(others: Sequence[str | None], read: Reader) -> Reader:
-    """Return a reader that takes these values as they are, and all others by ``read``."""
+    """Return a reader that accepts the values ``others`` unchanged, and reads all other values with ``read``."""
     return lambda entry: entry.value if entry.value in others else read(entry)
 
 
 def each(read: Reader) -> Reader:
-    """Return a reader of lists that reads every entry."""
+    """Return a reader of arrays that reads every entry with ``read``."""
     return lambda entry: tuple(map(read, entry.items()))
 
 
 def fields_of(
     readers: Mapping[str, Reader], optional: Collection[str] = (), unread: Collection[str] | None = ()
 ) -> Reader:
-    """Return a reader of objects with these keys, as a dict. Keys in ``unread`` are allowed too; None allows any."""
+    """Return a reader of objects with these keys, as a dict. Keys in ``unread`` are ignored; None ignores any key."""
 
     def read(entry: Entry) -> dict[str, Any]:
         given = entry.mapping()

@@ -1,4 +1,4 @@
-"""The rows of a plan's tables: GEMMs, groups and sites."""
+"""The rows of a plan's tables: GEMMs, groups, sites and saved tensors; and the records of its budgets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-# What the text or the number in a field is; `entries` checks it in a file.
+# Annotations of text and numbers in fields; `entries` checks them when it reads a file.
 Share = Annotated[float, "from 0 to 1"]
 OneLine = Annotated[str, "one line"]
 FormatName = Annotated[str, "a format"]
@@ -22,24 +22,24 @@ class Gemm:
     node: str
     """FX node name."""
     op: str
-    """For instance ``"aten.convolution"``."""
+    """Operator, for instance ``"aten.convolution"``."""
     module: str
     group_before: int
-    """Group of its inputs and weight; under ``grouping="dataflow"`` of its first operand."""
+    """Group of its inputs and weight; under ``grouping="dataflow"`` the group of its first operand."""
     group_after: int
-    """Group its output opens."""
+    """Group that its output belongs to."""
     pays: bool | None = None
-    """Whether the GEMM, its backward included, multiplies stored codes; None: not asked (docs/gemm.md)."""
+    """Whether the GEMM, its backward included, multiplies stored codes; None if not decided (docs/gemm.md)."""
     why: str = ""
-    """The cost model's reason, or whose word it was."""
+    """The cost model's reason, or the option that decided."""
     forward: BlockFormatName = ""
-    """Block format that the operands of its result are rounded to; ``""``: none, they are multiplied in ``hi``."""
+    """Block format of the operands of the forward product; ``""``: the operands are multiplied in ``hi``."""
     input_grad: BlockFormatName = ""
-    """The same of the operands of its input's gradient."""
+    """Block format of the operands of the input gradient's product, or ``""``."""
     weight_grad: BlockFormatName = ""
-    """The same of the operands of its weight's gradient."""
+    """Block format of the operands of the weight gradient's product, or ``""``."""
     operands_why: OneLine = ""
-    """Why a product that the recipe rounds operands of is multiplied in ``hi``; ``""`` where none is."""
+    """Why a product is multiplied in ``hi`` although the recipe rounds its operands; ``""`` if none is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,31 +53,31 @@ class KindCounts:
 
     @property
     def total(self) -> int:
-        """Return the elements of all kinds."""
+        """The elements of all kinds."""
         return self.output + self.param + self.grad_output + self.grad_param
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The tensors between GEMMs: between two adjacent ones, or of one region (`Plan.grouping`)."""
+    """The tensors between two adjacent GEMMs, or of one data-flow region without GEMMs (`Plan.grouping`)."""
 
     id: int
     elements: int
-    """At the traced sizes."""
+    """Number of elements, at the traced sizes."""
     elements_by_kind: KindCounts
     low: bool
-    """Whether the policy made the group low; single tensors of it may still be high (``keep_high``, promotion)."""
+    """Whether the policy made the group low; single tensors in it may still be high (``keep_high``, promotion)."""
     order: int
     """Position in the policy's order of demotion, 0 first."""
     solved_low: bool | None = None
-    """The value of ``low`` when the plan was made; a ``low`` switched by hand takes the group's sites along."""
+    """The value of ``low`` when the plan was made; if ``low`` was edited by hand, `as_edited` switches the sites."""
     operators: tuple[str, ...] = ()
     size: str = ""
     """Elements as an expression in the dynamic dimensions; for people and comparison, never evaluated."""
     saved_bytes: int | None = None
-    """Bytes of its storages that the partitioned graph saves for backward, copies of parameters among them."""
+    """Bytes of the group's storages that the partitioned graph saves for backward, including copies of parameters."""
     saved_elements: int | None = None
-    """Elements of the floating-point tensors among them, copies of parameters left out."""
+    """Elements of the floating-point tensors in ``saved_bytes``, without copies of parameters."""
 
 
 Way = Literal["", "keep", "narrow", "recompute", "offload"]
@@ -87,13 +87,13 @@ WAYS_SAID: Mapping[Way, str] = {
     "recompute": "computed again",
     "offload": "in host memory",
 }
-"""What a plan's texts call each way."""
+"""The text for each way in a plan's explanations."""
 Reads = Literal["backward", "gemm codes", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """One row of the plan: one tensor that is stored in a chosen format."""
+    """A row of the plan: one tensor that is stored in a chosen format."""
 
     id: int
     tensor: str
@@ -105,47 +105,47 @@ class Site:
     """Name of the format in force, promotion included."""
     direction: Literal["forward", "backward"]
     promoted_at: int | None = None
-    """Step at which the site was promoted."""
+    """Step after which the site was promoted; None if it is not promoted."""
     elements: int = 0
-    """At the traced sizes."""
+    """Number of elements, at the traced sizes."""
     source: str = ""
     """``file:line`` or ``""``."""
     reads: Reads = "all"
-    """The readers of the stored copy: backward alone; GEMMs that multiply its codes, and backward; every reader."""
+    """The readers of the stored copy: only backward; backward and GEMMs that multiply its codes; or every reader."""
     way: Way = ""
-    """The way in which backward gets the value under a peak budget: kept in high precision, kept in 8 bits or in
-    ``saved_as``, computed again, kept in ``format`` in host memory; ``""`` for what backward does not read, and without
-    a peak budget."""
+    """How backward gets the value under a peak budget: ``"keep"`` in high precision, ``"narrow"`` in 8 bits or in
+    ``saved_as``, ``"recompute"``, or ``"offload"`` in ``format`` to host memory. ``""`` if backward does not read the
+    value, and without a peak budget."""
     why: OneLine = ""
-    """Why its format is not the one its group (or the policy) gives it: nobody would read a low copy, or 8 bits would
-    spoil it (docs/compute.md); ``""`` where it is. For people: nothing decides by it."""
+    """Why the format differs from the group's (or the policy's) choice: nothing would read a low copy, or 8 bits would
+    spoil the gradient (docs/compute.md). ``""`` if it does not differ. Only for people."""
     unread: bool = False
-    """Whether ``why`` is that nobody would read a low copy: its group is low, and another compilation may read one."""
+    """Whether ``why`` is that nothing would read a low copy. The group is low, and another compilation may read one."""
     saved_as: BlockFormatName = ""
-    """Name of the block format in which backward's copy is stored instead; ``""`` where it is in ``format``."""
+    """Name of the block format in which backward's copy is stored; ``""`` if the copy is in ``format``."""
 
     @property
     def stored_as(self) -> str:
-        """Return the name of the format in which the stored copy lies in memory."""
+        """The name of the format of the stored copy."""
         return self.saved_as or self.format
 
     @property
     def order(self) -> tuple[bool, int]:
-        """Return a key that sorts sites as they run: backward from the last layer to the first."""
+        """A sort key that orders sites as they run: forward, then backward from the last layer to the first."""
         return (True, -self.id) if self.direction == "backward" else (False, self.id)
 
     @property
     def is_unread(self) -> bool:
-        """Say whether the tensor is high only because nothing would read a low copy."""
+        """Whether the tensor is high only because nothing would read a low copy."""
         return self.promoted_at is None and self.unread
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByteCount:
-    """Bytes saved for backward, each storage once, the graph's inputs and parameters left out.
+    """Bytes saved for backward, each storage once, without the graph's inputs and parameters.
 
-    ``planned`` counts what the partitioned graph saves, host memory left out. ``fp32`` counts the same tensors in
-    float32, without a parameter's copy, since backward would read the parameter. ``fixed`` are the bytes of ``fp32``
+    ``planned`` counts what the partitioned graph saves, without host memory. ``fp32`` counts the same tensors in
+    float32, without copies of parameters, since backward could read the parameter. ``fixed`` are the bytes of ``fp32``
     that no format changes: masks, indices, seeds, complex numbers.
     """
 
@@ -155,7 +155,7 @@ class ByteCount:
 
     @property
     def bf16(self) -> int:
-        """Return the bytes of the same tensors in bf16."""
+        """The bytes of the same tensors in bf16."""
         return (self.fp32 - self.fixed) // 2 + self.fixed
 
 
@@ -164,31 +164,31 @@ class SavedTensor:
     """A storage that the partitioned forward half saves for backward; the rows of a plan add up to its `ByteCount`."""
 
     tensor: str
-    """The parameter or input that it is a copy of, or the node that makes it."""
+    """The parameter or input that the tensor is a copy of, or the node that makes the tensor."""
     module: str
     source: str
     """``file:line`` or ``""``."""
     format: str
-    """Name of the format of a copy; of what is saved as it is, the dtype's."""
+    """Name of a copy's format, or of the dtype if the tensor is saved unchanged."""
     bytes: int
     elements: int
-    """Floating-point numbers that it holds; 0 of what no format changes, of scales, of a second storage of a tensor."""
+    """Number of floating-point elements; 0 for data that no format changes, for scales, and for a second storage."""
     group: int
     site: int | None = None
-    """The row of the plan whose copy it is; None of what the plan has no row for (masks, statistics of a norm)."""
+    """Id of the site whose copy the tensor is; None if there is no site (masks, statistics of a norm)."""
     fp32: int = 0
-    """Bytes of the same tensor in float32; of a parameter's copy 0, since backward would read the parameter."""
+    """Bytes of the same tensor in float32; 0 for a parameter's copy, since backward could read the parameter."""
     on_host: bool = False
-    """Whether it waits in host memory, which `ByteCount.planned` leaves out."""
+    """Whether the tensor is in host memory, which `ByteCount.planned` leaves out."""
 
     @property
     def bits(self) -> int:
-        """Return the bits that an element takes in memory, a block's scale left out; 0 of what has no elements."""
+        """The bits per element in memory, rounded down, which drops a block's scale; 0 if ``elements`` is 0."""
         return 8 * self.bytes // self.elements if self.elements else 0
 
     @property
     def bf16(self) -> int:
-        """Return the bytes of the same tensor in bf16."""
+        """The bytes of the same tensor in bf16."""
         return self.fp32 // 2 if self.elements else self.fp32
 
 
@@ -198,13 +198,13 @@ class Moved:
 
     launches: int
     bytes: int
-    """Read and written."""
+    """Bytes read and written."""
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class HalfLowering:
-    """The estimates for one half under each lowering, and the lowering that was taken."""
+    """The estimates for one half under each lowering, and the chosen lowering."""
 
     chosen: Literal["inductor", "triton"]
     inductor: Moved
@@ -213,7 +213,7 @@ class HalfLowering:
 
 @dataclass(frozen=True, kw_only=True)
 class LoweringEstimate:
-    """The estimates for both halves; ``backward`` is None where a graph has none."""
+    """The estimates for both halves; ``backward`` is None if the graph has no backward half."""
 
     forward: HalfLowering | None = None
     backward: HalfLowering | None = None
@@ -227,12 +227,12 @@ class LoweringChoice:
     chosen: Literal["inductor", "triton", "mixed"]
     why: OneLine
     estimate: LoweringEstimate | None = None
-    """None where there was no choice."""
+    """None if there was no choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholeStep:
-    """Bytes that a step holds from start to end under a step budget; the rest of the budget is the peak budget."""
+    """Bytes in memory throughout a step under a step budget; the rest of the budget is the peak budget."""
 
     budget: int
     weights: int
@@ -240,9 +240,9 @@ class WholeStep:
     states: int
     """Bytes of the optimizer's states."""
     chosen: Literal["", "float32", "bf16", "8bit", "4bit"] = ""
-    """The form of states that the optimizer left open; ``""`` where it left none open."""
+    """The form chosen for optimizer states with states='auto'; ``""`` if there are none."""
     gradients: int = 0
-    """Bytes of gradients that the optimizer sums in bfloat16."""
+    """Bytes of gradients that the optimizer accumulates in bfloat16."""
 
 
 LIVE = ("kept", "kept in 8 bits", "kept in fewer bits", "computed again", "gradients returned", "all else")
@@ -254,45 +254,45 @@ class PeakPoint:
 
     peak: int
     waiting: int
-    """Bytes between the halves: saved for backward, and the outputs."""
+    """Bytes live between the halves: the saved tensors and the outputs."""
     seconds: float
-    """Seconds of the whole step by rough rates of the device, for comparing points."""
+    """Seconds of the whole step, by rough rates of the device; only for comparing points."""
     live: Live = ()
-    """As `PeakBytes.live`, at fewer moments."""
+    """Like `PeakBytes.live`, at fewer moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeakBytes:
-    """Live bytes of activations, temporaries and gradients at the step's peak, as predicted."""
+    """The peak of a step: live bytes of activations, temporaries and gradients, predicted and as compiled."""
 
     budget: int
     high: int
-    """Bytes with everything kept in high precision."""
+    """Predicted peak with everything kept in high precision, in bytes."""
     planned: int
     compiled: int | None = None
-    """As the compiled graphs allocate; None where that is not known (``lowering="eager"``)."""
+    """Peak of the compiled graphs' allocations, in bytes; None if unknown (``lowering="eager"``)."""
     compiled_live: tuple[int, ...] = ()
-    """Bytes at up to 100 moments of the compiled step, of each stretch the one that holds most."""
+    """Live bytes of the compiled step, as up to 100 intervals' maxima, in order."""
     live: Live = ()
-    """Bytes by `LIVE` at up to 100 moments of the step: from each stretch the moment that holds most."""
+    """Predicted live bytes by `LIVE`, at up to 100 moments: in each interval the moment with the most bytes."""
     kept: tuple[str, ...] = ()
-    """Values without a site that are kept as they are (masks, statistics, what only fusion holds), by node."""
+    """Values without a site that are kept unchanged (masks, statistics, values that only fusion keeps), by node."""
     offloaded: tuple[str, ...] = ()
-    """Values without a site that wait in host memory, by node."""
+    """Values without a site that are kept in host memory, by node."""
     graphs: int = 1
     """Number of training graphs of one step that share the budget."""
     beside: int = 0
-    """Bytes of the others that live while this one runs: what waits for backward, and parameter gradients."""
+    """Bytes of the other graphs that are live while this graph runs: saved tensors and parameter gradients."""
     reserved: int = 0
-    """Bytes on a GPU that are left free for libraries' workspaces and what is not known; none of a share's budget."""
+    """Bytes left free on a GPU for libraries' workspaces and unknown allocations; 0 if the budget is a share."""
     waiting: int | None = None
-    """Bytes of this one between its halves, while others run, as compiled where that is known."""
+    """Bytes of this graph that are live between its halves, as compiled if known."""
     seconds: float = 0.0
-    """Predicted, as those of `points`."""
+    """Predicted seconds of the step, comparable with those of `points`."""
     points: tuple[PeakPoint, ...] = ()
-    """Under other budgets: everything kept high, then from the least time to about the least peak."""
+    """Predictions for other budgets: everything kept high, then from the least time to about the least peak."""
 
     @property
     def room(self) -> int:
-        """Return the bytes that the budget leaves to this graph."""
+        """The bytes that the budget leaves for this graph."""
         return self.budget - self.beside - self.reserved

@@ -1,9 +1,9 @@
-"""The scales of a graph as plain data: power-of-two exponents of gradients, and of stored copies of forward tensors.
+"""The graph of scales as plain data: power-of-two exponents of gradients, and of stored copies of forward tensors.
 
 Definitions: docs/algorithms.md, "Gradient scaling" and "Scales of copies". The passes carry-scales and scale-copies
-extract them from the joint graph once; the runtime chooses the exponents and writes them into the scale table.
-A *variable* is the exponent ``a`` of a gradient ``g``, held as ``2**a * g``. Variables form a small DAG. A copy's
-exponent stands alone: the copy is written times its scale, and whoever reads it takes the scale off.
+extract this graph from the joint graph once. The runtime chooses the exponents and writes them into the scale table.
+A *variable* is the exponent ``a`` of a gradient ``g`` that is stored as ``2**a * g``. Variables form a small DAG. A
+copy's exponent is independent: the cast multiplies the copy by its scale, and each reader divides by the scale.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ Producer: TypeAlias = Literal["gemm", "softmax", "other"]
 
 @dataclass(frozen=True, slots=True)
 class GradientGemm:
-    """The GEMM dX = f(dY, W) that made a gradient, as Theorem 1 needs it."""
+    """The GEMM dX = f(dY, W) that produced a gradient, with the facts that Theorem 1 needs."""
 
     length: int
     """Accumulation length N."""
     gradient: int
-    """Row of the table where dY is stored."""
+    """Row of the scale table for dY."""
     operand: int
-    """Row of the table where W, the other operand, is stored."""
+    """Row of the scale table for W, the other operand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A place where a gradient is narrowed to its format: it gets a scale of its own."""
+    """A cast of a gradient to its format, with its own scale."""
 
     row: int
-    """Its row of the scale table."""
+    """The cast's row of the scale table."""
     site: int
-    """Site of the plan; a site with several casts (``simulate``: one per consumer) has several rows."""
+    """Id of the site; a site with several casts (``simulate``: one per consumer) has several rows."""
     format: str
     source: int | None
-    """Variable the incoming gradient carries, None for a gradient without a scale."""
+    """Variable of the incoming gradient's scale; None for a gradient without a scale."""
     producer: Producer = "other"
     gemm: GradientGemm | None = None
     factor: int = 0
-    """log2 of how much larger it is than the gradients that come into the graph, as far as constants and sums tell: -13
-    behind a mean over 8,192 elements. The first scale is chosen by it."""
+    """log2 of the gradient's size relative to the graph's tangents, estimated from constants and sums; for example -13
+    behind a mean over 8,192 elements. The first scale is chosen from this estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A sum of gradients, which must agree on one scale."""
+    """A sum of gradients, whose summands must have one common scale."""
 
     parts: tuple[int | None, ...]
-    """Variables of the summands, two or more; None carries no scale."""
+    """Variables of the summands, two or more; None for a summand without a scale."""
 
     def __post_init__(self) -> None:
         assert len(set(self.parts)) > 1, "gradients that agree already need no join"
@@ -59,28 +59,29 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A forward tensor that is stored in few bits, with a scale of its own."""
+    """A forward tensor that is stored in few bits with its own scale."""
 
     row: int
-    """Its row of the scale table, which is its site's id."""
+    """The copy's row of the scale table, which is its site's id."""
     format: str
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A row of the table without a site: its exponent is that of ``plus`` less that of ``minus``; None counts 0."""
+    """A row of the scale table without a cast: its exponent is that of ``plus`` minus that of ``minus``; None is 0."""
 
     row: int
     plus: int | None
     minus: int | None
     plus_copy: int | None = None
-    """Row of a copy whose exponent is added; that of ``minus_copy`` is taken off."""
+    """Row of a copy whose exponent is added."""
     minus_copy: int | None = None
+    """Row of a copy whose exponent is subtracted."""
 
 
 @dataclass(frozen=True)
 class ScaleGraph:
-    """Variables in topological order, the rows of the table that are derived from them, and copies with scales."""
+    """Variables in topological order, the rows of the table that are derived from variables, and scaled copies."""
 
     variables: tuple[Cast | Join, ...] = ()
     slots: tuple[Slot, ...] = ()
@@ -93,44 +94,44 @@ class ScaleGraph:
 
     @cached_property
     def casts(self) -> Mapping[int, int]:
-        """Return the variable of each cast, by row."""
+        """The variable of each cast, by row."""
         return {v.row: i for i, v in enumerate(self.variables) if isinstance(v, Cast)}
 
     def casts_alike(self, other: ScaleGraph) -> bool:
-        """Say whether the variables of both stand for the same casts and joins, so that exponents carry over."""
+        """Return whether the variables of both graphs are the same casts and joins, so that exponents can be reused."""
         ours, theirs = ([_place(v) for v in graph.variables] for graph in (self, other))
         return ours == theirs
 
     @cached_property
     def operands(self) -> frozenset[int]:
-        """Return the rows of forward tensors whose statistics Theorem 1 needs."""
+        """The rows of forward tensors whose statistics Theorem 1 needs."""
         return frozenset(v.gemm.operand for v in self.variables if isinstance(v, Cast) and v.gemm is not None)
 
     @cached_property
     def noted(self) -> frozenset[int]:
-        """Return the rows whose statistics decide scales."""
+        """The rows whose statistics decide scales."""
         return self.operands.union(self.casts)
 
     @cached_property
     def rows(self) -> frozenset[int]:
-        """Return the rows whose scale exponent may differ from 0."""
+        """The rows whose scale exponent may differ from 0."""
         return frozenset(self.casts) | {slot.row for slot in self.slots} | self.copied
 
     @cached_property
     def copied(self) -> frozenset[int]:
-        """Return the rows of copies with a scale."""
+        """The rows of copies with a scale."""
         return frozenset(copy.row for copy in self.copies)
 
     def num_rows(self, sites: int) -> int:
-        """Return the rows a table with ``sites`` sites needs."""
+        """Return the number of rows that the table of a plan with ``sites`` sites needs."""
         return max([sites, *(row + 1 for row in self.rows)])
 
     @cached_property
     def site_of(self) -> Mapping[int, int]:
-        """Return the site of each cast's row; some rows lie beyond those of the sites."""
+        """The site of each cast, by row; some rows are beyond the sites' own."""
         return {v.row: v.site for v in self.variables if isinstance(v, Cast)}
 
 
 def _place(variable: Cast | Join) -> tuple[int, int, str] | tuple[int | None, ...]:
-    """Return what a variable stands for, whatever made the gradient."""
+    """Return the cast or join that a variable stands for, without the gradient's producer."""
     return (variable.row, variable.site, variable.format) if isinstance(variable, Cast) else variable.parts

@@ -1,4 +1,4 @@
-"""Show a plan in one line, and as a table for a notebook: bytes saved, the peak, the numbers of tensors by bits."""
+"""Show a plan in one line or as a table for a notebook: saved bytes, the peak, the number of tensors by bits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 _NONE = "nothing planned yet; the first training step compiles"
-_ROWS = 50  # of a notebook's table of tensors
+_ROWS = 50  # number of tensors in a notebook's table
 
 
 def line(plans: Sequence[Plan], graph: str = "", *, others: int = 0) -> str:
-    """Return in one line what the plans of a model, or of one graph, save and hold; unknown parts are left out.
+    """Return one line on the saved bytes and the peak of a model's or a graph's plans, without unknown parts.
 
-    ``others``: graphs that run in other steps.
+    ``others``: number of graphs that run in other steps.
     """
     if not plans:
         return f"fxprec: {_NONE}"
@@ -31,14 +31,14 @@ def line(plans: Sequence[Plan], graph: str = "", *, others: int = 0) -> str:
 
 
 def parts(plans: Sequence[Plan]) -> list[str]:
-    """Return the known facts of one model's plans: bytes saved, the peak, bits, promotions."""
+    """Return the known facts of one model's plans: saved bytes, peak, tensors by bits, promotions."""
     promoted = sum(len(plan.promoted) for plan in plans)
     found = (_saved(plans), _peak(plans), _tensors(plans), f"{promoted} promoted" if promoted else "")
     return [text for text in found if text]
 
 
 def _saved(plans: Sequence[Plan]) -> str:
-    """Say how much is saved for backward, beside bf16 and float32."""
+    """Return a text on the bytes saved for backward, and those in bf16 and float32; "" if unknown."""
     counts = [plan.saved_bytes for plan in plans]
     known = [count for count in counts if count is not None]
     if not known or len(known) < len(counts):
@@ -49,7 +49,7 @@ def _saved(plans: Sequence[Plan]) -> str:
 
 
 def _peak(plans: Sequence[Plan]) -> str:
-    """Say the peak of the graph that leaves least of its part of the budget."""
+    """Return a text on the peak of the graph that uses the largest share of its part of the budget."""
     peaks = [plan.peak_bytes for plan in plans if plan.peak_bytes is not None]
     if not peaks:
         return ""
@@ -60,7 +60,7 @@ def _peak(plans: Sequence[Plan]) -> str:
 
 
 def _tensors(plans: Sequence[Plan]) -> str:
-    """Count what is saved, by bits; what is computed again, or waits in host memory; what no format changes."""
+    """Return a text that counts tensors: saved by bits, recomputed, in host memory, and those no format changes."""
     saved = [row for plan in plans for row in plan.saved]
     stored = Counter(row.bits for row in saved if row.elements and not row.on_host)
     (bits, count), *more = sorted(stored.items()) or [(0, 0)]
@@ -74,7 +74,7 @@ def _tensors(plans: Sequence[Plan]) -> str:
 
 
 def _kind(dtype: str) -> str:
-    """Name what is saved as it is in every format, by its dtype: a mask, indices or seeds, complex numbers."""
+    """Return a noun for a tensor that no format changes, by its dtype."""
     return "mask" if dtype == "bool" else "complex tensor" if dtype.startswith("complex") else "integer tensor"
 
 
@@ -82,7 +82,7 @@ _NOT_HELD: tuple[Way, ...] = ("recompute", "offload")
 
 
 def _sizes(*sizes: int) -> list[str]:
-    """Return sizes in the unit of the smallest that is not 0, three digits or more each."""
+    """Return sizes as text, all in the unit of the smallest non-zero size, with three digits or more."""
     least = min((size for size in sizes if size), default=0)
     scale, unit = next(((s, u) for s, u in _UNITS if least >= s), _UNITS[-1])
     return [f"{_digits(size / scale) if scale > 1 else size} {unit}" for size in sizes]
@@ -93,7 +93,7 @@ def _digits(value: float) -> str:
 
 
 def table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> str:
-    """Return an HTML table; every cell is escaped, since names come from the user's model."""
+    """Return an HTML table; every cell is escaped, because names come from the user's model."""
     lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"] if head else []
     lines += [
         "<tr>" + "".join(f"<td style='text-align:left'>{escape(str(cell))}</td>" for cell in row) + "</tr>"
@@ -103,7 +103,7 @@ def table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> str:
 
 
 def html(plans: Sequence[Plan], title: str) -> str:
-    """Return the facts of `line` as an HTML table, with each plan's tensors folded below it."""
+    """Return the facts of `line` as an HTML table, followed by a folded table of each plan's tensors."""
     found = [f"<b>{escape(title)}</b>", table([part] for part in parts(plans) or [_NONE])]
     for plan in plans:
         rows = [(s.tensor, s.kind, s.module or s.source, s.shape, s.stored_as, s.why) for s in plan.sites[:_ROWS]]
