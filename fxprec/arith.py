@@ -1,4 +1,4 @@
-"""Arithmetic at any precision: every product and every partial sum rounded.
+"""Arithmetic at any precision: every product and every partial sum is rounded to a chosen format.
 
 Definitions: docs/algorithms.md, "Arithmetic at any precision".
 

@@ -1,4 +1,4 @@
-"""The ``fxprec`` command. Nothing heavy is imported before a command needs it."""
+"""The ``fxprec`` command line. Slow modules such as torch are imported only by the commands that need them."""
 
 from __future__ import annotations
 

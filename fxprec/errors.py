@@ -1,6 +1,6 @@
-"""Every exception fxprec raises on purpose.
+"""Every exception and warning class of fxprec.
 
-Each message is one line: the thing, the cause, the way out.
+Each message is one line: what failed, why, and what the user can do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ConfigError(FxprecError, ValueError):
 
 
 class FormatError(FxprecError, ValueError):
-    """A number format cannot exist, or cannot do what was asked of it."""
+    """A number format is impossible, or does not support the requested operation."""
 
 
 class PlanError(FxprecError, ValueError):
@@ -30,79 +30,79 @@ class BudgetError(FxprecError, ValueError):
     """No assignment meets the requested ratio or budget."""
 
     found: str = ""
-    """What the least step found holds, of a budget for its peak."""
+    """For a peak budget: how much the smallest plan found keeps in memory, as text."""
     enough: int = 0
-    """Bytes that would do in the place of that budget; 0: not known."""
+    """Bytes of a peak budget that could be met; 0 if unknown."""
     ways: tuple[str, ...] = ()
-    """Other ways out."""
+    """What the user can do instead of raising the budget."""
 
     @classmethod
     def of_peak(cls, asked: str, found: str, enough: int, said: str, ways: Iterable[str]) -> Self:
-        """Return the error of a peak budget. ``said``: the budget that would do, as users may give it."""
+        """Return the error for a peak budget that no plan meets. ``said``: a budget that suffices, as text."""
         error = cls(f"peak_budget is {asked}, and {found}; {either(f'raise it to {said}', *ways)}")
         error.found, error.enough, error.ways = found, enough, tuple(ways)
         return error
 
 
 def either(*ways: str) -> str:
-    """Return the ways out of an error, two at least, as a message lists them."""
+    """Join two or more remedies into "a, b or c" for an error message."""
     return f"{', '.join(ways[:-1])} or {ways[-1]}"
 
 
 class LoweringError(FxprecError, RuntimeError):
-    """A plan cannot be made real on this device, dtype or version."""
+    """A plan cannot be compiled for this device, dtype or version."""
 
 
 class PassError(FxprecError, RuntimeError):
-    """A pass failed: a fault of fxprec."""
+    """A pass failed: a bug of fxprec."""
 
 
 class DoubleBackwardError(FxprecError, RuntimeError):
-    """Second derivatives were asked of a compiled graph, which has none."""
+    """Second derivatives were requested of a compiled graph, which has none."""
 
 
 class ModifiedInPlaceError(FxprecError, RuntimeError):
-    """A parameter or input changed between a forward pass and the backward pass that reads its stored copy."""
+    """A parameter or input was modified between a forward pass and the backward pass that reads its stored copy."""
 
 
 class FallbackError(FxprecError, RuntimeError):
-    """Under ``strict=True``: something asked for would have been left out."""
+    """Under ``strict=True``: a requested option or optimization could not be applied."""
 
 
 class NonfiniteError(FxprecError, ArithmeticError):
-    """With ``on_nonfinite="raise"``: a tensor of the step before held an inf or a NaN."""
+    """With ``on_nonfinite="raise"``: a tensor of an earlier step contained an inf or a NaN, or the loss jumped."""
 
 
 class GradientError(FxprecError, RuntimeError):
-    """A gradient is not finite where ``error_if_nonfinite`` forbids it."""
+    """A gradient is not finite although ``error_if_nonfinite`` is set."""
 
 
 class LostRankError(FxprecError, RuntimeError):
-    """An exchange of gradients ended because a rank or a link is gone; the message names it."""
+    """A gradient exchange ended because a rank or a link is gone; the message names the rank or link."""
 
 
 class NativeArgumentError(FxprecError, ValueError):
-    """A tensor given to a compiled kernel is not the memory that kernel walks: dtype, size, layout or device."""
+    """A tensor has a dtype, size, layout or device that the compiled kernel it was passed to cannot read."""
 
 
 class NumericsError(FxprecError, AssertionError):
-    """Numerics are not what they should be; the message is a table of the worst tensors, not one line."""
+    """A numerics check failed; the message is a table of the worst tensors, not one line."""
 
 
 class GoldenError(FxprecError, ValueError):
-    """A golden file of the numerics kit is unreadable, edited into nonsense, or of another version."""
+    """A golden file of the numerics kit is unreadable, has invalid content, or is of another version."""
 
 
 class ReferenceRunError(FxprecError, RuntimeError):
-    """A model cannot run in a precision it is to be compared with."""
+    """A model cannot run in the reference precision that it should be compared with."""
 
 
 class GpuCheckError(FxprecError, AssertionError):
-    """A kernel or a training step on this GPU does not do what the reference does."""
+    """A kernel or a training step on this GPU gives another result than the reference."""
 
 
 class FxprecWarning(UserWarning):
-    """Something asked for was left out; the message names node, module and source line."""
+    """A requested option or optimization was not applied; the message names node, module and source line."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

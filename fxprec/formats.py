@@ -1,4 +1,4 @@
-"""Number formats: `Format` and `BlockFormat`, the named ones, and `parse` and `find`, which also knows blocks."""
+"""Number formats: `Format`, `BlockFormat`, all named formats, `parse`, and `find`, which also accepts block formats."""
 
 from fxprec.numerics.blocks import (
     INT2,

@@ -1,1 +1,1 @@
-"""From Dynamo's graph to compiled code: capture, passes, lowering, compilation, and what runs each step."""
+"""Turn Dynamo's graph into compiled code and run it: capture, passes, lowering, compilation, and each step."""

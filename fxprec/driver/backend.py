@@ -1,4 +1,4 @@
-"""What ``torch.compile`` calls: ``backend=fxprec.Backend(config)``; by name, see `named`."""
+"""The backend object for ``torch.compile(model, backend=fxprec.Backend(config))``; see `named` for the backend name."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 class Backend(Watched):
     """A ``torch.compile`` backend with its own plans, statistics and events.
 
-    One backend serves every graph of one model: Dynamo calls it once per captured graph. Equal layers that are compiled
-    with one backend share a capture, and each has a graph of its own, in the order of their first calls.
+    One backend serves every graph of one model: Dynamo calls the backend once per captured graph. Equal layers that are
+    compiled with one backend share a capture. Each layer has its own graph, in the order of the layers' first calls.
 
     A ``recorder`` sees every half that runs. An ``optimizer`` of `fxprec.optim`, or a list of them, steps parameters
-    inside of backward; a ``step_budget`` (bytes, or ``"8GiB"``) bounds weights, optimizer states and the step's peak
-    together. A copy of the backend has neither. Raises `ConfigError` for an optimizer of another class, and for a step
-    budget without one.
+    during backward. A ``step_budget`` (bytes, or ``"8GiB"``) bounds weights, optimizer states and the step's peak
+    together. A copy of the backend has neither optimizer nor step budget. Raises `ConfigError` for an optimizer of
+    another class, and for a step budget without an optimizer.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class Backend(Watched):
     ) -> None:
         if config is not None and not isinstance(config, Config):
             raise ConfigError(f"config is {config!r:.80}; give fxprec.Backend a fxprec.Config(...) of these options")
-        WATCH.keep(self)  # now: a frame may be left uncompiled before the backend is called
+        WATCH.keep(self)  # here, because Dynamo may leave a frame uncompiled before it calls the backend
         self.config = config or Config()
         whole = byte_size("step_budget", step_budget)
         if whole is not None:
-            from fxprec.driver.step_budget import refuse_beside  # few runs want it
+            from fxprec.driver.step_budget import refuse_beside  # imported here: few runs need it
 
             refuse_beside(optimizer, self.config.peak_budget)
         self._settings = Settings.of(self.config if whole is None else replace(self.config, peak_budget=whole))
-        self._log = EventLog("fxprec", strict=self.config.strict)  # what concerns no graph
+        self._log = EventLog("fxprec", strict=self.config.strict)  # events that concern no single graph
         self.frames = Frames(self._log, self._step)
         self._losses = LossWatch()
         scaling = self._settings.grad_scaling
@@ -85,7 +85,7 @@ class Backend(Watched):
         given = None if self.config.plan is None else as_edited(Plan.load(self.config.plan))
         self._model = Model(self._settings, given, self._skips, dump or DumpFolder.of(self.config), recorder)
         if optimizer is not None:
-            from fxprec.driver.updates import steppers_of  # few runs want it
+            from fxprec.driver.updates import steppers_of  # imported here: few runs need it
             from fxprec.runtime.optim.in_backward import InBackward
 
             self._model.binding = InBackward(*steppers_of(optimizer))
@@ -93,15 +93,15 @@ class Backend(Watched):
         self._graphs: Sequence[PlannedGraph] = self._model.all
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile one of Dynamo's graphs: what `torch.compile` calls.
+        """Compile one graph that Dynamo captured.
 
-        Raises `ConfigError`, `BudgetError`, `PlanError` or `LoweringError` through Dynamo, as themselves.
+        Raises `ConfigError`, `BudgetError`, `PlanError` or `LoweringError`. Dynamo passes them on unchanged.
         """
         try:
             return self._compile(gm, example_inputs)
         except FxprecError as error:
             raise compat.through_dynamo(error) from error
-        except Exception as error:  # whatever torch raises
+        except Exception as error:  # torch may raise anything
             cause = compat.unwritable_cache(error) or compat.no_compiler(error)
             if cause is None:
                 raise
@@ -124,11 +124,11 @@ class Backend(Watched):
         tell_of_other_options(self.config, captured.identity, self._log)
         layers = Layers(self._model, captured, example_inputs)
         captured.forget_examples()
-        return layers.__call__  # a plain callable: debuggers such as depyf look at its code
+        return layers.__call__  # a bound method: debuggers such as depyf read the code of the callable
 
     @property
     def _is_planned(self) -> bool:
-        """Whether anything is asked for that plain Inductor does not do."""
+        """Whether the options need anything that plain Inductor does not do."""
         settings = self._settings
         return (
             settings.rounds_anything
@@ -139,19 +139,19 @@ class Backend(Watched):
         )
 
     def backend_of(self, wrapper: object) -> Backend:
-        """Return the backend that compiles for a wrapper of ``torch.compile``: here always this one."""
+        """Return the backend that compiles for a wrapper of ``torch.compile``: always this backend."""
         return self
 
     @property
     def controllers(self) -> tuple[Controller, ...]:
-        """The state of every graph that has a plan, in compile order."""
+        """The controller (plan, statistics, step) of every graph that has a plan, in compile order."""
         return tuple(self._controllers())
 
     def _controllers(self) -> list[Controller]:
         return [graph.controller for graph in self._model.live if graph.controller is not None]
 
     def reset(self) -> None:
-        """Called by ``torch.compiler.reset()``: what is traced next takes over the state of the graph it replaces."""
+        """Drop the compiled graphs; ``torch.compiler.reset()`` calls this. A graph traced next inherits their state."""
         self.frames.compilations.at_limit.clear()
         self._model.drop()
 
@@ -162,12 +162,12 @@ class Backend(Watched):
 
     @property
     def latest_plans(self) -> tuple[Plan, ...]:
-        """`plans`, but of graphs of the same layers that were compiled for other inputs the one that ran last."""
+        """`plans`, but for layers that were compiled for several inputs only the plan of the graph that ran last."""
         return tuple(g.plan for g in self._model.of_latest_step if g.plan is not None)
 
     @property
     def all_plans(self) -> tuple[Plan | None, ...]:
-        """The plan of every compiled graph, inference graphs too; None while it is being calibrated."""
+        """The plan of every compiled graph, inference graphs too; None for a graph that is being calibrated."""
         return tuple(g.plan for g in self._model.live)
 
     @property
@@ -177,20 +177,20 @@ class Backend(Watched):
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """Promotions, scale changes, fallbacks: (step, kind, site, detail), oldest first."""
+        """Promotions, scale changes, fallbacks and other events: (step, kind, site, detail), oldest first."""
         found = [event for graph in self._graphs for event in graph.events]
         return tuple(sorted([*self._log.events, *found], key=lambda e: e.step))
 
     @property
     def departures(self) -> tuple[Departure, ...]:
-        """Which tensor left its range first, each time that an inf or a NaN was seen, with 200 steps' statistics."""
+        """For each inf, NaN or loss jump: the tensor that left its range first, with statistics of 200 steps."""
         found = [departure for controller in self._controllers() for departure in controller.departures]
         return tuple(sorted(found, key=lambda d: d.seen_at))
 
     def stats(self, *, wait: bool = True) -> list[dict[str, Any]]:
-        """One row per site with its latest statistics; waits for those still on their way, unless told not to.
+        """Return one row per site with its latest statistics. ``wait``: also wait for statistics still on the device.
 
-        Reading acts on nothing that the next step would not act on.
+        Reading has no side effect beyond what the next step would do anyway.
         """
         rows = []
         for graph in self._model.live:
@@ -200,15 +200,15 @@ class Backend(Watched):
 
     @property
     def saved_low_share(self) -> float:
-        """Return the share of the bytes saved for backward that lies in fewer than 16 bits, over `latest_plans`.
+        """Return the share of the bytes saved for backward that is stored in fewer than 16 bits, over `latest_plans`.
 
-        0 where nothing is planned.
+        0 if no graph has a plan.
         """
         return saved_low_share(self.latest_plans)
 
     @property
     def mean_low_ratio(self) -> float:
-        """Return `mean_demoted_ratio`, whose former name this is."""
+        """Return `mean_demoted_ratio`; this is its deprecated former name."""
         warnings.warn(
             "mean_low_ratio is now mean_demoted_ratio; saved_low_share is what is saved low",
             DeprecationWarning,
@@ -221,9 +221,9 @@ class Backend(Watched):
         """Return the share of the training graphs' elements that the policy made low, averaged over steps so far.
 
         Elements are those of counted tensors: activations, parameters, and gradients of both, whether or not a step
-        saves them. So 1 may stand beside tensors saved in 16 bits: those that 8 bits would spoil, and those that nobody
-        reads again. `saved_low_share` is what is saved low. A promotion lowers the ratio from its step on. 0 where
-        nothing is planned. Source: Lee et al. 2023, section 5.2.
+        saves them. So the ratio can be 1 although some tensors are saved in 16 bits: those that are too sensitive for 8
+        bits, and those that nothing reads again. `saved_low_share` reports what is saved low. A promotion lowers the
+        ratio from its step on. 0 if no graph has a plan. Source: Lee et al. 2023, section 5.2.
         """
         trained = [g.controller for g in self._model.live if g.is_training and g.controller is not None]
         weights = [c.plan.total_elements * max(c.step, 1) for c in trained]
@@ -231,25 +231,25 @@ class Backend(Watched):
         return low / max(sum(weights), 1)
 
     def training_graphs(self) -> list[tuple[str, Controller, Path | None]]:
-        """Return the name of each compiled training graph, its state, and the folder it is dumped to, if it is."""
+        """Return the name of each compiled training graph, its controller, and its dump folder, or None."""
         found = [(f"graph-{g.index}", g.controller, g.folder) for g in self._model.live if g.is_training]
         return [(name, controller, folder) for name, controller, folder in found if controller is not None]
 
     def alert(self, graph: int, site: int, rule: str, detail: str | None) -> None:
-        """Note an ``"alert"`` event of a graph's site, where it is new that it breaks the rule; None: it does not."""
+        """Note an ``"alert"`` event if a graph's site newly breaks ``rule``. ``detail`` None: it does not break it."""
         controller = self._graphs[graph].controller
         if controller is not None:
             controller.alert(site, rule, detail)
 
     def tell(self, site: str, detail: str) -> None:
-        """Warn, once, of what was asked for and has no effect, and note it. Raises `FallbackError` under ``strict``."""
+        """Warn once of a request without effect, and note an event. Raises `FallbackError` under ``strict``."""
         self._log.tell(site, detail)
 
     def note_loss(self, loss: object) -> None:
-        """Take the loss of the step that ran, a tensor of one element or a number, without waiting for it.
+        """Take the loss of the step that ran, a tensor of one element or a number, without waiting for the device.
 
-        A jump is told in a later call, with the first tensor that moved, as ``on_nonfinite`` says: an event, a warning
-        too, or `NonfiniteError`.
+        A later call reports a jump of the loss, with the first tensor that moved. ``on_nonfinite`` decides how: an
+        event, an event and a warning, or a raised `NonfiniteError`.
         """
         if self.config.on_nonfinite == "ignore":
             return
@@ -260,7 +260,7 @@ class Backend(Watched):
 
     @property
     def attention_logits(self) -> dict[str, tuple[tuple[int, float], ...]]:
-        """The largest magnitude among each attention's logits, as (step, magnitude), of the last looks.
+        """The largest magnitude among each attention's logits, as (step, magnitude), for the latest watched steps.
 
         Keys are ``module, source``. Empty without ``watch_every``.
         """
@@ -269,8 +269,8 @@ class Backend(Watched):
 
     @contextmanager
     def recording(self, recorder: Recorder) -> Iterator[int]:
-        """Let ``recorder`` see the steps of training graphs, run by the reference lowering; give the graphs' number."""
-        from fxprec.driver.record import recorded  # few runs want it
+        """Run training graphs with the reference lowering and let ``recorder`` see the steps. Yield how many graphs."""
+        from fxprec.driver.record import recorded  # imported here: few runs need it
 
         graphs = [graph for graph in self._model.live if graph.is_training and graph.controller is not None]
         with ExitStack() as stack:
@@ -280,7 +280,7 @@ class Backend(Watched):
 
     @contextmanager
     def unnoticed(self) -> Iterator[None]:
-        """Count no step and take no statistics meanwhile: what runs is no training."""
+        """Count no steps and take no statistics inside the context: the calls in it are not training."""
         steps = [(controller, controller.step) for controller in self._controllers()]
         with ExitStack() as stack:
             for controller, _ in steps:
@@ -291,7 +291,7 @@ class Backend(Watched):
             controller.step = step
 
     def stop_promoting(self) -> None:
-        """Promote no tensor from now on: for measuring how a plan behaves."""
+        """Promote no tensor from now on, so that measurements see one unchanged plan."""
         for controller in self.controllers:
             controller.rules = replace(controller.rules, promote_above=None)
 
@@ -301,35 +301,35 @@ class Backend(Watched):
         return 0 if self._skips is None else self._skips.skipped
 
     def refresh_scales(self) -> None:
-        """Measure gradients in the next step and solve their scales again, as when data or loss change abruptly.
+        """Measure gradients in the next step and solve their scales again, for instance after data or loss change.
 
-        It happens every `GradScaling.interval` steps in any case. A loss scale measures nothing.
+        This also happens every `GradScaling.interval` steps. With a loss scale, nothing is measured.
         """
         for controller in self._controllers():
             if controller.keeper is not None:
                 controller.keeper.ask()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data: plans with their promotions, scales, and statistics that are not due yet.
+        """Return plain data: plans with their promotions, scales, and statistics that have not taken effect yet.
 
-        Training resumes bit-identically, and asking changes no number of the run that is saved.
+        Training resumes bit-identically. Calling this changes no number of the running training.
 
-        The keys are the same before and after compilation, as ``torch.distributed.checkpoint`` needs them. What was
-        loaded for graphs that are not compiled yet is part of it.
+        The keys are the same before and after compilation, because ``torch.distributed.checkpoint`` requires that. The
+        result includes states that were loaded for graphs that are not compiled yet.
         """
         for controller in self._controllers():
             controller.catch_up()
         return saved_state.packed(self._model.states())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take `state_dict`'s result, before or after compilation. Raises `PlanError` for another model's state.
+        """Load a result of `state_dict`, before or after compilation. Raises `PlanError` for another model's state.
 
-        Until training compiles, evaluation follows the loaded training plans.
+        Until a training graph is compiled, evaluation follows the loaded training plans.
         """
         self._model.load(saved_state.unpacked(state))
 
     def summary(self) -> str:
-        """Return in one line what a step saves for backward, holds at its peak, and in how many bits."""
+        """Return one line: the bytes that a step saves for backward, its peak, and the number of bits."""
         if not self._is_planned:
             return f"fxprec {self._settings.recipe.name}: nothing is rounded, and Inductor compiles as by itself"
         return shown.line(self.latest_plans, others=len(self.plans) - len(self.latest_plans))
@@ -344,7 +344,7 @@ class Backend(Watched):
         return max((controller.step for controller in self._controllers()), default=0)
 
     def __reduce__(self) -> Any:
-        """A copy, or what comes out of a pickle, compiles anew: same config, and the plans and scales as they were."""
+        """Copy or pickle config, plans and scales, but no code: the copy compiles again."""
         return type(self), (self.config,), self.state_dict()
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What backward passes do with a graph's forwards: recompute them in checkpoints, and read copies of their inputs."""
+"""Match a backward pass to its forward: recompute checkpoints with the same code, and detect modified inputs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fxprec.passes.analysis.inputs import GraphInput
 
 
 class Steps:
-    """Tells a graph's forwards from recomputations.
+    """Whether a call of a graph is a forward or a recomputation, and which call applies statistics.
 
-    A reentrant checkpoint runs its forward without gradients, in another graph. All calls of the graph that trains are
-    then recomputations, and each backward pass that has one is a step. Where that other graph is compiled too, its
-    forwards settle what statistics ask for.
+    A reentrant checkpoint runs its forward without gradients, in another graph. All calls of the training graph are
+    then recomputations, and each backward pass with such a call is a step. If that other graph is compiled too, its
+    forwards apply the statistics.
     """
 
     def __init__(self) -> None:
@@ -30,12 +30,12 @@ class Steps:
         self._backward_id = -1
 
     def settle_in_forward(self) -> bool:
-        """A forward of the model begins, of another graph: say whether it is this one's time to settle too."""
+        """Return whether this graph should apply its statistics now, as a forward of another graph begins."""
         self._settles_in_forward = self._settles_in_forward or not self.runs_forward
         return not self.runs_forward
 
     def settle_in_backward(self) -> bool:
-        """A call inside a backward pass begins: say whether it is the first of that pass, and settles."""
+        """Return whether a call inside a backward pass applies statistics: the pass's first, if no forward does."""
         is_first = not self._settles_in_forward and self._backward_id != compat.backward_id()
         self._backward_id = compat.backward_id()
         return is_first
@@ -43,13 +43,13 @@ class Steps:
 
 @dataclass(frozen=True)
 class Version:
-    """What one forward ran."""
+    """The code and the scale table of one forward."""
 
     run: Callable[..., Any]
     table: torch.Tensor
 
     def __call__(self, *args: object) -> Any:
-        """Run the backward half on its arguments and the scale table."""
+        """Run the code on the graph's arguments and the scale table."""
         return self.run(*args, self.table)
 
 
@@ -58,27 +58,27 @@ class _Calls:
     """The calls of one graph inside one checkpoint, in order."""
 
     versions: list[Version] = field(default_factory=list)
-    replayed: dict[Hashable, int] = field(default_factory=dict)  # by recomputation: how many of them came by
+    replayed: dict[Hashable, int] = field(default_factory=dict)  # by recomputation: number of calls repeated so far
 
 
 class InFlight:
-    """What forwards inside a checkpoint ran, by the checkpoint, until it dies.
+    """The versions that forwards inside a checkpoint ran, by checkpoint, until the checkpoint is freed.
 
-    A checkpoint around compiled blocks calls them again in backward. That call has to do what the forward did, even
-    where a promotion or a new scale came between: another forward, of the next micro-batch, may have run since.
+    A checkpoint around compiled blocks calls them again in backward. That call must run the code and scales of its
+    forward, even if a forward of the next micro-batch has promoted a tensor or changed a scale since.
     """
 
     def __init__(self) -> None:
         self._calls: WeakKeyDictionary[object, _Calls] = WeakKeyDictionary()
 
     def note(self, version: Version) -> None:
-        """Remember what a forward ran, if there is a checkpoint around it."""
+        """Record the version that a forward runs, if the forward is inside a checkpoint."""
         around = compat.checkpoint_around()
         if around is not None and around[1] is None:
             self._calls.setdefault(around[0], _Calls()).versions.append(version)
 
     def recomputed(self) -> Version | None:
-        """Return what the forward ran that the call under way recomputes, or None where that is not known."""
+        """Return the version of the forward that the current call recomputes, or None if that is not known."""
         around = compat.checkpoint_around()
         calls = None if around is None else self._calls.get(around[0])
         if around is None or calls is None:
@@ -89,10 +89,10 @@ class InFlight:
 
 
 class Versions:
-    """The versions of inputs that one forward saw, checked once in each backward pass: 0.45 us a tensor and step.
+    """The autograd versions of one forward's inputs, checked once in each backward pass (0.45 us per tensor and step).
 
-    Autograd compares the versions of the tensors it saved. The version of a stored copy stays, even where the tensor
-    that it was made from is written in place. So the same comparison is made here.
+    Autograd compares the versions of the tensors that it saved. A stored copy keeps its version even if the tensor
+    that it was made from is modified in place. So fxprec compares the versions of those tensors itself.
     """
 
     def __init__(self, positions: Sequence[int], inputs: Sequence[GraphInput], args: Sequence[object]) -> None:
@@ -100,12 +100,12 @@ class Versions:
         self._seen: list[tuple[int, weakref.ref[torch.Tensor], int]] = []
         for i in positions:
             tensor = args[i]
-            if isinstance(tensor, torch.Tensor) and not tensor.is_inference():  # such has no version
+            if isinstance(tensor, torch.Tensor) and not tensor.is_inference():  # inference tensors have no version
                 self._seen.append((i, weakref.ref(tensor), tensor._version))
         self._checked = -1  # number of the backward pass
 
     def check(self) -> None:
-        """Raise `ModifiedInPlaceError` where a tensor has been written since."""
+        """Raise `ModifiedInPlaceError` if a tensor has been modified since the forward."""
         if self._checked == compat.backward_id():
             return
         for i, reference, version in self._seen:
@@ -116,7 +116,7 @@ class Versions:
 
 
 def check_backward(results: object, versions: Versions) -> None:
-    """Raise `DoubleBackwardError` and `ModifiedInPlaceError` before backward runs, where the cause is in sight."""
+    """Add hooks that raise `DoubleBackwardError` or `ModifiedInPlaceError` before the graph's backward runs."""
 
     def check(grad: torch.Tensor) -> None:
         if torch.is_grad_enabled():

@@ -1,7 +1,7 @@
-"""Hold what is compiled to ``activation_budget`` and ``peak_budget``: of one graph, and of all graphs of a step.
+"""Check ``activation_budget`` and ``peak_budget`` against compiled code, for one graph and for all graphs of a step.
 
-A plan predicts what it saves and what it holds at the peak. The partitioned graph and the compiled halves show it;
-where that is above the budget, another plan is made.
+A plan predicts the bytes that it saves and its peak. The partitioned graph and the compiled halves show the real
+numbers. If a real number is above the budget, another plan is made with a tighter bound.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
     from fxprec.driver.graph import PlannedGraph
 
 ATTEMPTS = 5  # plans made for one peak budget, each compiled; the second nearly always fits
-_MARGIN = 0.98  # of the budget, where that much is enough: what is compiled differs a little from what is predicted
-_SLACK = 0.02  # of an activation budget, by which a plan may predict too much without another one
+_MARGIN = 0.98  # share of the budget tried first, because compiled code differs a little from the prediction
+_SLACK = 0.02  # share of an activation budget by which a plan may overpredict without another attempt
 SAVED_ATTEMPTS = 4  # plans made for one activation budget; the first shows what is saved besides, so the second fits
 
 
 class SavedBudget:
-    """The budget of one graph, and what its plans turned out to save."""
+    """The activation budget of one graph, and the bytes that its plans really saved."""
 
     def __init__(self, settings: Settings, log: EventLog) -> None:
         self.settings, self.log = settings, log
-        self.fixed = 0  # bytes beyond what is predicted of the counted tensors
-        self._saved: list[int] = []  # by each plan above the budget
-        self._corrections = 2  # plans left to make where one within the budget predicted too much
-        self._told = 0  # bytes above the budget, of a plan that was given
+        self.fixed = 0  # bytes saved beyond the prediction for the counted tensors
+        self._saved: list[int] = []  # bytes, of each plan above the budget
+        self._corrections = 2  # attempts left for plans that are within the budget but predicted too much
+        self._told = 0  # bytes last reported for a given or promoted plan above the budget
 
     def hold(self, predicted: int, saved: int) -> bool:
-        """Say whether ``saved`` bytes are within the budget; if not, ``fixed`` takes what was not predicted off it.
+        """Return whether ``saved`` bytes are accepted; if not, add the difference to the prediction to ``fixed``.
 
-        A plan that predicted too much makes more low than the budget needs: the first two such are no answer either.
-        Raises `BudgetError` where another plan saves no less.
+        A plan that predicted too much makes more tensors low than necessary, so two such plans are refused too.
+        Raises `BudgetError` if a further plan saves no less than an earlier one.
         """
         budget = self.settings.activation_budget
         if budget is None:
@@ -69,7 +69,7 @@ class SavedBudget:
         return False
 
     def tell(self, saved: int, step: int) -> None:
-        """A plan that was given, or promoted, goes before the budget: it is said, and ends no run."""
+        """Warn if a given or promoted plan saves more than the budget; such a plan takes precedence over the budget."""
         budget = self.settings.activation_budget
         if budget is None or saved <= max(budget, self._told):
             return
@@ -80,23 +80,23 @@ class SavedBudget:
 
 
 class PeakBudget:
-    """The budget of one graph, and what its plans turned out to hold."""
+    """The peak budget of one graph, and the peaks of its plans as compiled."""
 
     def __init__(self, log: EventLog) -> None:
         self.log = log
         self.part = Part()
         self.tried: list[tuple[int, int]] = []
-        """Bytes that each plan made for the budget predicts, and holds as compiled."""
-        self._told = 0  # bytes above the budget, of a plan that was given
+        """For each plan made for the budget: its predicted peak and its peak as compiled, in bytes."""
+        self._told = 0  # bytes last reported for a given or promoted plan above the budget
 
     def take(self, part: Part) -> None:
-        """Plan for another part of the budget from now on."""
+        """Set the part of the budget that later plans are made for."""
         self.part, self.tried = part, []
 
     def hold(self, planned: PeakBytes, held: int, waiting: int) -> PeakBytes | None:
-        """Return the peak as compiled, and what waits between the halves; None where another plan is to hold less.
+        """Return ``planned`` with the compiled peak and the bytes live between the halves; None to plan again.
 
-        Raises `BudgetError` where `ATTEMPTS` plans held too much.
+        Raises `BudgetError` if `ATTEMPTS` plans were above the budget.
         """
         self.tried.append((planned.planned, held))
         is_within = held <= planned.room and waiting <= self.part.waiting
@@ -125,7 +125,7 @@ class PeakBudget:
         return None
 
     def tell(self, planned: PeakBytes, held: int, step: int) -> PeakBytes:
-        """A plan that was given, or promoted, goes before the budget: it is said, and ends no run."""
+        """Warn if a given or promoted plan exceeds the budget; such a plan takes precedence. Return it as compiled."""
         if held > max(planned.room, self._told):
             self._told = held
             detail = f"the step holds {readable(held)} since tensors were promoted, or as the given plan wants"
@@ -137,20 +137,20 @@ class PeakBudget:
 class SharedPeak:
     """The training graphs of one model under one ``peak_budget``, and the orders in which steps call them.
 
-    Which graphs run in one step, as after a graph break, shows in the first step, where each holds as little as it can.
-    When the next begins, each gets the part of the budget that makes the whole step fastest
-    (`passes.crossings.together`), and is compiled for it.
+    After a graph break several graphs run in one step. The first step shows which; in it each graph uses as little
+    memory as it can. When the next step begins, each graph gets the part of the budget that makes the whole step
+    fastest (`passes.crossings.together`), and is compiled for that part.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._asked = settings.peak_budget
         self._graphs: dict[int, PlannedGraph] = {}
-        self._calls: list[tuple[int, Callable[[], Any]]] = []  # with what tells whether its backward may come
+        self._calls: list[tuple[int, Callable[[], Any]]] = []  # graph, weak reference to its autograd node
         self._is_backward = False
         self._known: list[tuple[int, ...]] = []
 
     def first_part(self, *, is_cut: bool) -> Part:
-        """Return the part of a new graph; with ``is_cut`` another follows."""
+        """Return the budget part of a new graph. ``is_cut``: another graph follows in the step."""
         is_one_of_several = is_cut or (self._waits() and not self._is_backward)
         return Part(is_provisional=self._asked is not None and is_one_of_several)
 
@@ -167,22 +167,22 @@ class SharedPeak:
         compat.on_gradient(found[0], self._saw_backward)
 
     def forget(self) -> None:
-        """What was compiled is no longer called."""
+        """Forget all graphs and calls, because the compiled code is no longer called."""
         self._graphs, self._calls, self._known, self._is_backward = {}, [], [], False
 
     def _saw_backward(self, grad: torch.Tensor) -> None:
         self._is_backward = True
 
     def _waits(self) -> bool:
-        """Forget calls whose results are gone: no backward will come. Say whether others wait for theirs."""
+        """Forget calls whose results are freed, as no backward will come. Return whether calls await their backward."""
         if not self._is_backward:
             self._calls = [(index, node) for index, node in self._calls if node() is not None]
         return bool(self._calls)
 
     def begin(self) -> None:
-        """A forward begins, of a new step where backward has run: share the budget between the graphs of the last.
+        """Divide the budget between the graphs of the last step, if this forward begins a new step.
 
-        Raises `BudgetError` where all do not fit.
+        A forward begins a new step if a backward has run. Raises `BudgetError` if the graphs do not fit together.
         """
         asked = self._asked
         if asked is None or not self._is_backward:
@@ -199,7 +199,7 @@ class SharedPeak:
         numbers = dict.fromkeys(index for calls in self._known for index in calls)
         graphs = {index: self._graphs[index] for index in numbers}
         peaks = {index: peak for index, graph in graphs.items() if (peak := graph.peak_with_points()) is not None}
-        if len(peaks) < len(graphs):  # of one the plan came with a checkpoint: it stays, and so do the others
+        if len(peaks) < len(graphs):  # one plan was given by a file or checkpoint, so all plans stay as they are
             return
         for index, part in self._parts(asked, graphs, peaks).items():
             graphs[index].take_part(part)
@@ -224,7 +224,7 @@ class SharedPeak:
 
 
 def _compiled_node(result: torch.Tensor) -> Any:
-    """Return the compiled function's node behind a result, or None; views that AOTAutograd makes again lie between."""
+    """Return the autograd node of the compiled function behind a result, or None. Skips views that AOTAutograd adds."""
     node = result.grad_fn
     while node is not None and not isinstance(node, BackwardCFunction):
         node = next((before for before, _ in node.next_functions if before is not None), None)

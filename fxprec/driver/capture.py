@@ -1,4 +1,4 @@
-"""What Dynamo handed over: the graph, its inputs by name, whose parameters come in, and how to compile it again."""
+"""A graph that Dynamo captured: the names of its inputs, the layer's parameters, and how to compile it again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SUPPORTED_DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Captured:
-    """Dynamo's graph and its example inputs. The graph is never edited: compilation works on copies."""
+    """Dynamo's graph and its example inputs. The graph is never edited: each compilation edits a copy."""
 
     gm: GraphModule
     examples: list[Any]  # until `forget_examples`
@@ -35,12 +35,12 @@ class Captured:
     capacity: int  # rows of the scale table
     ambient: compat.Ambient
     identity: Identity
-    is_cut: bool = False  # a graph break ends it: others follow
-    model: str = ""  # class of the module, or name of the function
+    is_cut: bool = False  # a graph break ends the graph: other graphs of the step follow
+    model: str = ""  # class of the compiled module, or name of the compiled function
 
     @classmethod
     def take(cls, gm: GraphModule, examples: Sequence[Any]) -> Captured:
-        """Copy what is needed. Raises `LoweringError` for a device fxprec cannot lower to."""
+        """Copy the graph and its context. Raises `LoweringError` for a device that fxprec cannot lower to."""
         calls = sum(n.op not in ("placeholder", "output") for n in gm.graph.nodes)
         device = _device(examples)
         capacity = max(256, 1 << (4 * calls + 2 * len(examples)).bit_length())
@@ -63,7 +63,7 @@ class Captured:
         return (*(_describe(n) for n in _placeholders(self.gm.graph)), GraphInput("scale_table", "table", ""))
 
     def forget_examples(self) -> None:
-        """Let go of the first batch and the model's tensors: what is compiled later takes fake ones."""
+        """Release the first batch and the model's tensors: later compilations use fake examples."""
         self.examples.clear()
 
     @property
@@ -72,7 +72,7 @@ class Captured:
         return [n.meta.get("example_value") for n in _placeholders(self.gm.graph)]
 
     def refuse_wide_weights(self, recipe: Recipe) -> None:
-        """Raise `ConfigError` for a weight that a pure recipe's high format does not hold."""
+        """Raise `ConfigError` for a floating-point weight whose dtype is not the pure recipe's high format."""
         wanted = recipe.hi.torch_dtype
         for known, value in zip(self.inputs, self.fake_examples, strict=False):
             if known.kind == "param" and value.is_floating_point() and value.dtype != wanted:
@@ -83,18 +83,18 @@ class Captured:
 
     @contextmanager
     def tracing(self) -> Iterator[Sequence[Any]]:
-        """Give examples to compile with. Outside of Dynamo they are fake, and all is as in the first compilation.
+        """Yield examples to compile with. Outside of Dynamo the examples are fake.
 
-        That is its symbolic shapes, its autocast and its grad mode.
+        Symbolic shapes, autocast and grad mode are then those of the first compilation.
         """
-        if self.examples:  # inside of Dynamo
+        if self.examples:  # Dynamo is calling the backend
             yield self.examples
             return
         with self.ambient.restored(), compat.tracing_with(self.fake_mode), compat.backward_at_once():
             yield self.fake_examples
 
     def gradient_bytes(self, stepped: Collection[int] = ()) -> int:
-        """Return the bytes of its parameters' gradients, without those at the positions that backward steps."""
+        """Return the bytes of its parameters' gradients, without the parameters at the positions ``stepped``."""
         held = ((at, known, x) for at, (known, x) in enumerate(zip(self.inputs, self.fake_examples, strict=False)))
         return sum(x.nbytes for at, known, x in held if known.kind == "param" and x.requires_grad and at not in stepped)
 
@@ -110,7 +110,7 @@ class Captured:
             table = fake_mode.from_tensor(table, static_shapes=True)
         last = _placeholders(gm.graph)[-1]
         with gm.graph.inserting_after(last):
-            # Not a static input: a change of scales makes a new table, and CUDA graphs record anew for a new address.
+            # Not a static input: changed scales make a new table, and CUDA graphs re-record for a new static address.
             compat.without_source(gm.graph.placeholder("fxprec_table")).meta["example_value"] = table
         gm.recompile()
         return gm, table
@@ -121,7 +121,7 @@ def _placeholders(graph: Graph) -> list[Node]:
 
 
 def _is_training(examples: Sequence[Any]) -> bool:
-    """Say whether AOTAutograd will trace a backward half."""
+    """Return whether AOTAutograd will trace a backward half."""
     return torch.is_grad_enabled() and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples)
 
 
@@ -130,7 +130,7 @@ def _parameters(graph: Graph) -> tuple[str, ...]:
 
 
 def _shapes(graph: Graph) -> tuple[Shape, ...]:
-    """Return dtype and sizes of the inputs that are no parameters, -1 for a size that may vary."""
+    """Return dtype and sizes of the inputs that are not parameters or buffers; -1 is a dynamic size."""
     nodes = (node for node in _placeholders(graph) if _describe(node).kind == "input")
     values = (node.meta.get("example_value") for node in nodes)
     return tuple(
@@ -141,7 +141,7 @@ def _shapes(graph: Graph) -> tuple[Shape, ...]:
 
 
 def _fake_mode(graph: Graph) -> compat.FakeTensorMode | None:
-    """Return the fake mode of the inputs' own fake values: that of a Python float knows its symbol in no other."""
+    """Return the fake mode of the inputs' fake values: no other mode knows the symbol of a Python float input."""
     values = (n.meta.get("example_value") for n in _placeholders(graph))
     modes = (mode for v in values if (mode := compat.fake_mode_of(v)) is not None)
     return next(modes, compat.current_fake_mode())
@@ -167,7 +167,7 @@ def _device(examples: Sequence[Any]) -> torch.device:
 
 
 def _describe(node: Node) -> GraphInput:
-    """Name an input as the user does: ``layer1.0.conv1.weight``."""
+    """Return the input with its name in the user's model: ``layer1.0.conv1.weight``."""
     source = getattr(node.meta.get("grapharg"), "source", None)
     path = getattr(source, "name", node.name)
     path = path() if callable(path) else path
@@ -201,9 +201,9 @@ class Parameters:
         return {i: known.name for i, known in enumerate(inputs) if known.kind == "param"}
 
     def may_be(self, args: Sequence[Any]) -> bool:
-        """Say whether the layer may be called with ``args``: none of its parameters that live is another one there.
+        """Return whether ``args`` can be a call of this layer: no live parameter of it is replaced by another there.
 
-        New parameters in place of dead ones are taken for the layer's from then on.
+        New parameters in the place of freed ones become the layer's own from then on.
         """
         dead = []
         for i, own in self._own.items():
@@ -219,11 +219,11 @@ class Parameters:
 
     @property
     def ids(self) -> frozenset[int]:
-        """Tell layers apart: the identities of those parameters that live."""
+        """The identities of the live parameters, which distinguish layers."""
         return frozenset(map(id, self._by_name().values()))
 
     def of_another(self, other: Parameters) -> bool:
-        """Say whether both have a name in common under which another parameter is: they are of two layers."""
+        """Return whether the two have different parameters under a common name, so that they belong to two layers."""
         mine, theirs = self._by_name(), other._by_name()
         return any(mine[name] is not theirs[name] for name in mine.keys() & theirs.keys())
 
@@ -232,7 +232,10 @@ class Parameters:
 
 
 def _ref(parameter: Parameter) -> Callable[[], Parameter | None]:
-    """Refer to a parameter; to none where Dynamo's DDP optimizer hands in a fake one: the first that comes is it."""
+    """Return a weak reference to a parameter.
+
+    Dynamo's DDP optimizer passes a fake parameter. The reference to it is empty, so the first real one takes its place.
+    """
     return _none if isinstance(parameter, compat.FakeTensor) else weakref.ref(parameter)
 
 

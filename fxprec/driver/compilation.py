@@ -1,4 +1,4 @@
-"""Compiling one captured graph: from the cache, or by the passes in the middle of ``compile_fx``."""
+"""Compile one captured graph with ``compile_fx``: take the code from the cache, or run the passes in its callbacks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)  # TORCH_LOGS="fxprec" shows it, "+fxprec" the
 
 @dataclass(frozen=True, kw_only=True)
 class Compiler:
-    """What all compilations of one graph share."""
+    """State shared by all compilations of one graph."""
 
     settings: Settings
     lowering: Lowering
@@ -63,24 +63,24 @@ class Compiler:
     peak: PeakBudget
     log: EventLog
     trained: Callable[[], tuple[Plan, ...]]
-    """Gives the plans of the model's training graphs, the latest last."""
+    """Returns the plans of the model's training graphs, the latest last."""
     controller: Callable[[], Controller | None]
-    """Gives the graph's state, once there is one."""
+    """Returns the graph's controller, or None before the graph has a plan."""
     tried: list[float] = field(default_factory=list)
-    """Seconds of each plan that was made and compiled since the graph took one, those that broke a budget too."""
+    """Seconds of each attempt since the graph last took a compilation, including attempts that broke a budget."""
     queue: StatsQueue = field(default_factory=StatsQueue)
-    """Takes the statistics of what is compiled."""
+    """Receives the statistics that the compiled code returns."""
     calibration: Calibration | None = None
     dump: GraphDump | None = None
     recorder: Recorder | None = None
     tensors: TensorDump | None = None
     numerics: NumericsWatch | None = None
     memory: StepMemory | None = None
-    """Compares the first step with the plan, under a peak budget."""
+    """Compares the first step's measured memory with the plan, on a GPU under a peak budget."""
     updates: Updates | None = None
-    """What backward steps, where an optimizer is given."""
+    """The parameters that backward steps, if the backend has an optimizer."""
     whole_step: WholeStep | None = None
-    """What a step budget counts beside the peak."""
+    """The bytes that a step budget counts beside the peak."""
 
     @classmethod
     def of(
@@ -94,11 +94,11 @@ class Compiler:
         dump: GraphDump | None,
         recorder: Recorder | None,
     ) -> Compiler:
-        """Return what compiles a graph on its device; ``controller`` gives its state, once there is one."""
+        """Return the compiler of a graph on its device. ``controller`` returns the graph's controller, or None."""
         device, plans_only = captured.device, dump is not None and dump.plan_only
         held = settings_on(device, settings, log, plans_only=plans_only)
         calibration = tensors = memory = numerics = None
-        if settings.asked.policy == "exact":  # what few runs want is not imported by all
+        if settings.asked.policy == "exact":  # imports in the branches below: few runs need them
             from fxprec.driver.interpreter import Calibration
 
             calibration = Calibration()
@@ -131,9 +131,9 @@ class Compiler:
         )
 
     def compile(self, captured: Captured, given: Plan | None, step: int) -> Compiled:
-        """Compile for a plan, or solve one. What a first plan saves, and how many rows it takes, may ask for another.
+        """Compile with the plan ``given``, or solve for one. Repeat if the plan breaks a budget or the table is small.
 
-        ``step`` is the one events are noted for.
+        ``step`` is the step that events are noted for.
         """
         verb = "compiling" if captured.identity.is_training else "compiling for evaluation:"
         with captured.tracing() as examples, progress.telling(f"{verb} {self.log.name}"):
@@ -150,18 +150,18 @@ class Compiler:
 
     @property
     def stepped(self) -> Mapping[int, int]:
-        """Parameters that backward steps, by position among the graph's inputs, and the workspace of each step."""
+        """The parameters that backward steps: position among the graph's inputs, and workspace of the step in bytes."""
         return {} if self.updates is None or self.recorder is not None else self.updates.workspaces
 
     def look(self, captured: Captured, step: int) -> PeakBytes | None:
-        """Return what the passes find of other peak budgets, and compile nothing."""
+        """Run the passes without compiling, and return the peak bytes under other budgets."""
         with captured.tracing() as examples:
             attempt = Compilation(self, captured, None, step, None, only_looks=True)
             attempt.compile(examples)
         return None if attempt.traced is None else attempt.traced.peak
 
     def wrapped(self, run: Run, half: str, lowered: Lowered, num_outputs: int) -> Run:
-        """Return ``run``, the half of that name: its statistics go to the queue and not into the results."""
+        """Wrap the half called ``half``, so that its statistics go to the queue and not into the results."""
         run = named_launches(run, lowered.kernel_names, f"{self.log.name}'s {half} half")
         if self.memory is not None:
             run = self.memory.watch(run, half)
@@ -170,12 +170,12 @@ class Compiler:
         return with_stats(run, lowered, num_outputs, self.queue)
 
     def _key(self, captured: Captured, given: Plan | None) -> str | None:
-        """Return what the code can be stored under; None where it cannot, or someone looks on as it is compiled."""
+        """Return the cache key of the code; None if the code cannot be stored, or if a watcher must see it compiled."""
         watchers = (self.dump, self.recorder, self.calibration, self.tensors, self.numerics)
         if any(w is not None for w in watchers) or compat.traces_artifacts() or not self.lowering.makes_code:
             return None
         held = self.settings.peak_budget is not None or (given is not None and given.peak_bytes is not None)
-        if callable(self.settings.asked.policy) or held:  # a plan held to its peak may be refused once it is compiled
+        if callable(self.settings.asked.policy) or held:  # a compiled plan may still be refused for its peak
             return None
         more = (self.budget.fixed, self.lowering.name, sorted(self.lowering.without), sorted(self.stepped.items()))
         return plan_key(self.settings, captured, given, self.trained(), more)
@@ -183,27 +183,27 @@ class Compiler:
 
 @dataclass
 class Attempt:
-    """What one attempt is to compile."""
+    """The inputs of one attempt to compile a graph."""
 
     compiler: Compiler
     captured: Captured
     given: Plan | None
     step: int
     key: str | None
-    """What the code is stored under; None: it is not."""
+    """Cache key of the code; None if the code is not stored."""
     only_looks: bool = False
-    """Whether what the passes find of other peak budgets is all that is wanted."""
+    """Whether to run the passes only, for the peak bytes under other budgets."""
 
 
 @dataclass
 class Compilation(Attempt):
-    """One attempt, from the cache or by tracing."""
+    """One attempt to compile a graph, from the cache or by tracing."""
 
-    traced: JointCompilation | None = None  # where the cache had nothing
-    found: list[KnownHalf] = field(default_factory=list)  # in the cache
+    traced: JointCompilation | None = None  # None if the code comes from the cache
+    found: list[KnownHalf] = field(default_factory=list)  # the halves that come from the cache
 
     def compile(self, examples: Sequence[Any]) -> Compiled | Retry:
-        """Return what was compiled, or what another attempt needs. Raises whatever Inductor raises."""
+        """Return the compiled graph, or the `Retry` of another attempt. Raises whatever Inductor raises."""
         gm, table = self.captured.with_table()
         self._prepare(gm)
         try:
@@ -230,7 +230,7 @@ class Compilation(Attempt):
         return run
 
     def _prepare(self, gm: GraphModule) -> None:
-        """Rewrite what torch decides while it traces: the kernel of attention, and how grouped products are traced."""
+        """Edit the captured graph before torch traces it, which fixes attention's kernel and how experts are traced."""
         name_grouped(gm)
         captured = self.captured
         stays = narrow_attention(gm, captured.device, self.compiler.settings, is_training=captured.identity.is_training)
@@ -245,7 +245,7 @@ class Compilation(Attempt):
         return asked is not None
 
     def _whole_step(self) -> contextlib.AbstractContextManager[None]:
-        """Compile both halves now where a budget binds them together, or the plan says how each is lowered."""
+        """Compile both halves at once if a peak budget bounds both, or if the plan must say how each is lowered."""
         chooser = self.compiler.lowering.chooser
         chooses = chooser is not None and chooser.why_inductor() is None
         return compat.backward_at_once() if self._fits_peak or chooses else contextlib.nullcontext()
@@ -253,7 +253,7 @@ class Compilation(Attempt):
     def _tracing(self) -> JointCompilation:
         if self.traced is None:
             from fxprec.driver.joint_compilation import (
-                JointCompilation,  # every pass: what comes from the cache needs none
+                JointCompilation,  # imports every pass, which a start from the cache does not need
             )
 
             self.traced = JointCompilation(**{f.name: getattr(self, f.name) for f in fields(Attempt)})
@@ -269,7 +269,7 @@ class Compilation(Attempt):
         return self._tracing().compile_half(gm, examples, **options)
 
     def _load(self, known: KnownHalf, run: Run) -> Run:
-        """Say how a half runs that the cache has."""
+        """Return a half that comes from the cache, with the same wrappers as a compiled one."""
         self.found.append(known)
         compiler = self.compiler
         run = ranged(run, compiler.log.name, known.name)
@@ -277,7 +277,7 @@ class Compilation(Attempt):
         return entered(run, known.lowered, known.donated, compiler.controller)
 
     def _from_cache(self, run: Run) -> Compiled:
-        """Take over what was found out when the halves in the cache were compiled."""
+        """Return the cached graph with ``run`` as its code, and repeat the notices that its compilation gave."""
         for half in self.found:
             say_again(self.compiler.log, half.said, self.step)
         known = self.found[-1].graph

@@ -1,4 +1,4 @@
-"""What compiling a captured graph makes: one value, which the cache keeps and which a graph swaps whole."""
+"""The result of compiling a captured graph: one immutable value, which the cache stores and a graph swaps whole."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """Code, and what it was compiled for. The cache keeps it as it is before the last three fields are known."""
+    """The code of a graph, with its plan and scales. The cache stores the value without the last three fields."""
 
     capacity: int
     """Rows of the scale table that the code reads."""
     is_training: bool = False
     plan: Plan | None = None
-    """What it serves; None for a calibration step, and where nothing is planned."""
+    """The plan of the code; None for a calibration step, and for a graph that is not planned."""
     scales: ScaleGraph | None = None
     rows: WatchedRows = field(default_factory=WatchedRows)
     num_results: int = 0
-    """Number of the forward half's own outputs, which come before what it saves for backward."""
+    """Number of the forward half's outputs that the user's model returns; the saved tensors come after them."""
     contiguous: tuple[int, ...] = ()
     """Positions among the results of the backward half: gradients of contiguous parameters."""
     copied: tuple[int, ...] = ()
-    """Inputs that backward reads a stored copy of."""
+    """Positions of the inputs of which backward reads a stored copy."""
     is_calibration: bool = False
     peak_sizes: OtherSizes | None = None
-    """What other sizes hold, under a peak budget and dynamic shapes."""
+    """The peaks of other input sizes, under a peak budget and dynamic shapes."""
     passes: tuple[PassReport, ...] = ()
-    """Empty where it was found in the cache."""
+    """One report per pass; empty if the code comes from the cache."""
     run: Run | None = None
-    """Takes the graph's inputs and the scale table; None until both halves are there."""
+    """Takes the graph's inputs and the scale table; None until both halves are compiled."""
 
 
 @dataclass(frozen=True)
 class Retry:
-    """The answer of an attempt to compile that another has to follow: with other bounds, or with a larger table."""
+    """The result of an attempt that must be repeated, with other budget bounds or with a larger scale table."""
 
     capacity: int
 
 
 class Stop(Exception):
-    """Leaves torch's ``compile_fx`` from inside of its callbacks, which can give it no other answer."""
+    """Exception that leaves torch's ``compile_fx`` from one of its callbacks, which cannot return a `Retry`."""
 
     def __init__(self, retry: Retry) -> None:
         super().__init__(retry)
@@ -68,14 +68,14 @@ class Stop(Exception):
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What compiling one graph took.
+    """Compile time and pass reports of one graph.
 
-    ``seconds``: every compilation with all plans that it tried, the first included, then each re-lowering.
+    ``seconds``: one number per compilation, the first one first; each includes all plans that the compilation tried.
     """
 
     graph: int
     seconds: tuple[float, ...]
-    passes: tuple[PassReport, ...]  # of the latest compilation; none where it was found in the cache
+    passes: tuple[PassReport, ...]  # of the latest compilation; empty if its code comes from the cache
 
     @property
     def passes_seconds(self) -> float:
@@ -84,7 +84,7 @@ class CompileReport:
 
 
 def controller_of(compiled: Compiled, settings: Settings, device: torch.device, queue: StatsQueue) -> Controller:
-    """Return what holds the plan and statistics of compiled code while training."""
+    """Return the controller of compiled code: it keeps plan and statistics during training."""
     assert compiled.plan is not None
     action = settings.asked.on_nonfinite
     watch = NonfiniteWatch(gradients=not isinstance(settings.grad_scaling, LossScaling))
@@ -101,7 +101,7 @@ def controller_of(compiled: Compiled, settings: Settings, device: torch.device, 
 
 
 def keeper_of(compiled: Compiled, settings: Settings) -> Keeper | None:
-    """Return what holds the scales of compiled code while training; None where nothing has one."""
+    """Return the keeper of compiled code's gradient scales during training; None if no gradient has a scale."""
     scaling = settings.grad_scaling
     if compiled.scales is None or not compiled.scales.variables or scaling is None:
         return None
@@ -109,7 +109,7 @@ def keeper_of(compiled: Compiled, settings: Settings) -> Keeper | None:
 
 
 def copies_of(compiled: Compiled, settings: Settings) -> CopyScales | None:
-    """Return what holds the scales of stored copies; None where none has one."""
+    """Return the keeper of the scales of stored copies; None if no copy has a scale."""
     if compiled.scales is None or not compiled.scales.copies:
         return None
     return CopyScales(compiled.scales, settings.asked.promote_above)

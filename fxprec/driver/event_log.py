@@ -1,4 +1,4 @@
-"""Events of a graph or of a backend: noted once, and warned of where something asked for was left out."""
+"""Record the events of a graph or of a backend once, and warn of requests that were not fulfilled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Said: TypeAlias = tuple[str, str, str]
 
 
 class EventLog:
-    """Events in the order they came. Under ``strict`` what is left out is an error."""
+    """The events of a graph or backend, in order. Under ``strict`` a request that is not fulfilled is an error."""
 
     def __init__(self, name: str, *, strict: bool) -> None:
         self.events: list[Event] = []
@@ -28,7 +28,7 @@ class EventLog:
 
     @contextmanager
     def heard(self) -> Iterator[list[Said]]:
-        """Collect what is noted meanwhile, known events too."""
+        """Collect the events that are noted inside the context, including events already known."""
         found: list[Said] = []
         before, self._heard = self._heard, found
         try:
@@ -37,7 +37,7 @@ class EventLog:
             self._heard = before
 
     def note(self, kind: str, site: str, detail: str, *, step: int = 0) -> bool:
-        """Note an event, unless it is known: a re-lowering finds the same again. Say whether it is new."""
+        """Record an event unless it is known, since re-lowering finds the same again. Return whether it is new."""
         event = Event(step, kind, site, detail)
         if self._heard is not None:
             self._heard.append((kind, site, detail))
@@ -48,26 +48,26 @@ class EventLog:
         return True
 
     def tell(self, site: str, detail: str, *, step: int = 0) -> None:
-        """Warn of what was left out, and note it. Raises `FallbackError` under ``strict``."""
+        """Warn of a request that was not fulfilled, and record it. Raises `FallbackError` under ``strict``."""
         if self._strict or self.note("fallback", site, detail, step=step):
             self.warn_of_loss(f"{site}: {detail}")
 
     def fact(self, notice: Notice, *, step: int = 0) -> None:
-        """Note what the machine lacks. What was asked for is not lost, so nothing warns, also under ``strict``."""
+        """Record what the machine lacks. The request is fulfilled, so there is no warning, even under ``strict``."""
         self.note("machine", notice.site, notice.detail, step=step)
 
     def notice(self, notice: Notice, *, step: int = 0) -> None:
-        """Tell of a notice. Raises `FallbackError` under ``strict``."""
+        """Warn of a notice and record it, as `tell` does. Raises `FallbackError` under ``strict``."""
         self.tell(notice.site, notice.detail, step=step)
 
     def warn_once(self, site: str, detail: str, *, step: int = 0) -> None:
-        """Warn of what is no fault of the run, and note it, once whatever the step; also under ``strict``."""
+        """Warn of a limit and record it, once whatever the step. It is no error, even under ``strict``."""
         if not any(e.site == site and e.kind == "limit" for e in self.events):
             self.note("limit", site, detail, step=step)
             self.warn(f"{site}: {detail}")
 
     def warn_of_loss(self, message: str) -> None:
-        """Warn of what was left out, without an event. Raises `FallbackError` under ``strict``."""
+        """Warn of a request that was not fulfilled, without an event. Raises `FallbackError` under ``strict``."""
         if self._strict:
             raise FallbackError(message)
         self.warn(message)
@@ -78,7 +78,7 @@ class EventLog:
 
 
 def warn_user(message: str) -> None:
-    """Warn at the user's line: the innermost one outside of fxprec and of torch, which calls fxprec as it compiles."""
+    """Warn at the user's line: the innermost line outside of fxprec and of torch, which calls fxprec to compile."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
         frame = frame.f_back
@@ -87,7 +87,7 @@ def warn_user(message: str) -> None:
     warnings.warn_explicit(message, FxprecWarning, frame.f_code.co_filename, frame.f_lineno, name, known)
 
 
-_NOT_THE_USERS = ("fxprec", "torch", "contextlib", "functools", "")  # torch generates code of no module
+_NOT_THE_USERS = ("fxprec", "torch", "contextlib", "functools", "")  # "": torch generates code without a module name
 
 
 def in_one_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Whether a training step fits a number of bytes, the largest batch and sequence that do: nothing is allocated."""
+"""Find whether a training step fits in given bytes, and the largest batch and sequence that fit, without allocating."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from fxprec.runtime.optim.stepper import Stepper
 TRIALS = 10
 """Most plans made to find the largest batch, or the longest sequence."""
 TOKENS = 64
-"""What sequences are multiples of in a search whose first is."""
+"""A search tries only multiples of this many tokens if the first sequence is a multiple."""
 FREE_BYTES = 2 * 32 * 2**20
-"""Bytes left free on a GPU that torch here cannot trace for, as `passes.crossings.reserve` leaves them."""
+"""Bytes left free for a GPU that this machine does not have; `passes.crossings.reserve` leaves as many."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What planning one step found."""
+    """The result of planning one step for a given memory."""
 
     batch: int
     """Leading dimension of the inputs."""
     sequence: int
-    """Second dimension of the inputs; 1 where the first has none."""
+    """Second dimension of the inputs; 1 if the first input has only one."""
     budget: int
-    """Bytes."""
+    """The given memory, in bytes."""
     reserved: int
     """Bytes of the budget that are left free for libraries."""
     device: str
-    """What the model was traced on."""
+    """Type of the device that the model was traced on."""
     plan: Plan | None
-    """None where the step does not fit."""
+    """None if the step does not fit."""
     why: str = ""
-    """Why it does not."""
+    """Why the step does not fit."""
     enough: int = 0
-    """Bytes in which it would fit; 0: not known."""
+    """Bytes in which the step would fit; 0 if unknown."""
     told: tuple[str, ...] = ()
-    """What was asked for and not done, a line each."""
+    """One line for each request that was not fulfilled, and for each limit."""
 
     @property
     def fits(self) -> bool:
@@ -60,20 +60,20 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """A model file's factory, the memory there is, and how the step is to run."""
+    """A model file's factory, the memory, and the options and optimizers of the step."""
 
     factory: Factory
     target: str
     budget: int
     optimizers: Callable[[torch.nn.Module], Sequence[Stepper]]
-    """Makes those of a model's parameters that train."""
+    """Makes the optimizers of a model's trainable parameters."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of `Config`."""
 
     def answer(self, batch: int | None = None, sequence: int | None = None) -> Answer:
-        """Plan a step. ``batch``, ``sequence``: in place of the inputs' own first and second dimension.
+        """Plan a step. ``batch`` and ``sequence`` replace the inputs' own first and second dimension.
 
-        Raises `ConfigError` for what the factory cannot do.
+        Raises `ConfigError` if the factory cannot make such inputs, or if no graph trains.
         """
         trial = _Trial(self, {"batch": batch, "sequence": sequence})
         why, enough = "", 0
@@ -91,7 +91,7 @@ class Question:
 
 
 class _Trial:
-    """One plan in the making."""
+    """One attempt to plan a step of given sizes."""
 
     backend: Backend
     sizes: Sequence[int]
@@ -108,7 +108,7 @@ class _Trial:
         taken = {name: wanted[name] for name in inspect.signature(factory).parameters if name in wanted}
         made = factory(**taken)
         if not (isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
-            return made  # type: ignore[no-any-return]  # what planning says of it is said there
+            return made  # type: ignore[no-any-return]  # planning raises the error for it
         model, inputs = made
         if not isinstance(inputs, tuple | list | Mapping):
             inputs = (inputs,)
@@ -131,7 +131,7 @@ class _Trial:
 
     def _plan_for(self, model: torch.nn.Module) -> None:
         asked, options = self.asked, dict(self.asked.options)
-        if self.device.type == "cpu":  # its kernels stand for a GPU's: those of one thread take least for themselves
+        if self.device.type == "cpu":  # the CPU stands for a GPU: with one thread its kernels need the least workspace
             options["cpu"] = "avx512+bf16:1"
             self.reserved = FREE_BYTES + int(ALLOWANCE * asked.budget)
         if not any(p.requires_grad for p in model.parameters()):
@@ -142,16 +142,16 @@ class _Trial:
         self.backend = Backend(config, dump=self.taker, optimizer=self.optimizers, step_budget=room)
 
     def memory_for(self, enough: int) -> int:
-        """Return the bytes of which so many are left for the step; 0 for 0."""
+        """Return the total bytes that leave ``enough`` bytes for the step; 0 for 0."""
         return math.ceil((enough + FREE_BYTES) / (1 - ALLOWANCE)) if enough and self.reserved else enough
 
 
 def _placed(model: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Give a model of device "meta" tensors of one that is planned for, and return its inputs so too."""
+    """Move a "meta" model to a device that fxprec can plan for, in place, and return its inputs on that device."""
     if not any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
         return inputs
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    model._apply(lambda t: torch.empty_like(t, device=device))  # planning has it keep tied parameters tied
+    model._apply(lambda t: torch.empty_like(t, device=device))  # planning patches it to keep tied parameters tied
     moved: tuple[Any, ...] = compat.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device=device), inputs)
     return moved
 
@@ -163,7 +163,7 @@ def _tensors(inputs: object) -> Iterator[torch.Tensor]:
 
 
 def _resized(inputs: tuple[Any, ...], dim: int, own: int, wanted: int) -> tuple[Any, ...]:
-    """Return inputs whose dimension, where it is as long as the first input's own, has another size."""
+    """Return inputs with dimension ``dim`` resized from ``own`` to ``wanted``; tensors of other length stay."""
 
     def resized(t: torch.Tensor) -> torch.Tensor:
         if t.dim() <= dim or t.shape[dim] != own or own == wanted:
@@ -175,19 +175,19 @@ def _resized(inputs: tuple[Any, ...], dim: int, own: int, wanted: int) -> tuple[
 
 
 def largest_batch(first: Answer, answer: Callable[[int], Answer]) -> Iterator[Answer]:
-    """Yield answers on the way to the largest batch that fits, as `_largest`."""
+    """Yield the answers of a search for the largest batch that fits; see `_largest`."""
     return _largest(first, first.batch, 1, answer)
 
 
 def longest_sequence(first: Answer, answer: Callable[[int], Answer]) -> Iterator[Answer]:
-    """Yield answers on the way to the longest sequence that fits, as `_largest`, in steps of `TOKENS` tokens."""
+    """Yield the answers of a search for the longest sequence that fits; see `_largest` and `TOKENS`."""
     return _largest(first, first.sequence, 1 if first.sequence % TOKENS else TOKENS, answer)
 
 
 def _largest(first: Answer, size: int, step: int, answer: Callable[[int], Answer]) -> Iterator[Answer]:
-    """Yield answers on the way to the largest multiple of ``step`` that fits, `TRIALS` at most with the first.
+    """Yield the answers of a search for the largest multiple of ``step`` that fits, at most `TRIALS` answers.
 
-    From the first size on it is doubled, or halved, until fits and fits not are both known; then the gap is halved.
+    The size is doubled or halved until one size fits and one does not. Bisection between the two follows.
     """
     tried = size // step
     fits, not_fits = (tried, 0) if first.fits else (0, tried)

@@ -1,4 +1,4 @@
-"""One graph that Dynamo captured: its code, plan, scales and statistics, and the steps that change them."""
+"""The callable for one captured graph: it compiles, runs and recompiles the graph, and counts its training steps."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MAX_GIVEN_UP = 3
-"""Promotions that did not compile after which no more are tried: each attempt costs as much as a compilation."""
+"""Failed promotions after which the graph tries no more: each attempt takes as long as a compilation."""
 
 
 class PlannedGraph:
-    """The callable Dynamo gets for one captured graph; `compile` has to come before all else.
+    """The callable that runs one captured graph; call `compile` before anything else.
 
-    It keeps Dynamo's graph, so a promotion in real storage compiles again without retracing the user's code. A
-    compilation replaces ``compiled``, on success only; the controller stays and adopts the plan.
+    The object keeps Dynamo's graph, so a promotion in real storage recompiles without retracing the user's code. A
+    compilation replaces ``compiled`` only if it succeeds. The controller stays the same and adopts the new plan.
     """
 
     compiled: Compiled
 
     def __init__(self, captured: Captured, parameters: Parameters, model: Model, dump: GraphDump | None = None) -> None:
         self.captured, self.parameters, self.index = captured, parameters, len(model.all)
-        self.ran_last = 0  # number of the model's call
-        self.is_replaced = False  # by what was traced after torch.compiler.reset()
+        self.ran_last = 0  # the model's call count at this graph's latest forward call
+        self.is_replaced = False  # by a graph that was traced after torch.compiler.reset()
         self.controller: Controller | None = None
         self._model, self._dump = model, dump
         self._log = EventLog(f"graph {self.index}", strict=model.settings.asked.strict)
         self._steps, self._in_flight = Steps(), InFlight()
-        self._seconds: tuple[float, ...] = ()  # that compilations took
+        self._seconds: tuple[float, ...] = ()  # one per compilation
         self._followed: Plan | None = None  # the training plan that this inference graph follows
-        self._is_given = False  # its plan was, by a file or a checkpoint
-        self._keeps_operands = False  # compiling with operands in hi failed
+        self._is_given = False  # the plan came from a file or a checkpoint
+        self._keeps_operands = False  # recompiling with operands in hi failed, so they stay in blocks
         self._num_given_up = 0  # promotions that did not compile
-        self._within: Callable[[Callable[[StepBudget], None]], None] | None = None  # a step budget
+        self._within: Callable[[Callable[[StepBudget], None]], None] | None = None  # compiles under a step budget
         self.compiler = Compiler.of(
             captured,
             model.settings,
@@ -79,12 +79,12 @@ class PlannedGraph:
 
     @property
     def report(self) -> CompileReport:
-        """What compiling took, in seconds, and each pass with what it changed."""
+        """The seconds of each compilation, and what each pass changed."""
         return CompileReport(self.index, self._seconds, self.compiled.passes)
 
     @property
     def events(self) -> list[Event]:
-        """What happened to this graph: while it compiled, then while it trains."""
+        """The events of this graph: those of compilation, then those of training."""
         return [*self._log.events, *(self.controller.events if self.controller is not None else ())]
 
     @property
@@ -94,12 +94,12 @@ class PlannedGraph:
 
     @property
     def folder(self) -> Path | None:
-        """Folder of the graph's dump."""
+        """The folder that the graph is dumped to, or None."""
         return None if self._dump is None else self._dump.path
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force, or None while it is being calibrated."""
+        """The plan in force, or None during calibration."""
         return None if self.controller is None else self.controller.plan
 
     @property
@@ -108,11 +108,11 @@ class PlannedGraph:
         return 0 if self.controller is None else self.controller.step
 
     def step_in_backward(self, binding: InBackward, args: Sequence[Any]) -> None:
-        """Let backward step what it may of the parameters among ``args``; before `compile`.
+        """Let backward step those parameters among ``args`` that it can; call this before `compile`.
 
-        Raises `BudgetError` for a step budget where a graph break cuts the step.
+        Raises `BudgetError` if there is a step budget and a graph break cuts the step.
         """
-        from fxprec.driver.updates import Updates  # few runs want it
+        from fxprec.driver.updates import Updates  # imported here: few runs need it
 
         plans_only = self._dump is not None and self._dump.plan_only
         updates = Updates.of(binding, self.captured.inputs, args, self.settings, self._log, plans_only=plans_only)
@@ -129,14 +129,14 @@ class PlannedGraph:
             self._within = partial(budget.first_that_fits, binding.optimizers)
 
     def compile(self, given: Plan | None) -> None:
-        """Compile for the first time: for a plan, or for one to be solved."""
+        """Compile for the first time, with the plan ``given``, or with a plan that the passes solve for if None."""
         if self._within is None:
             self._compile(given)
         else:
             self._within(partial(self._compile_within, given))
 
     def _compile_within(self, given: Plan | None, budget: StepBudget) -> None:
-        """Bound the peak by what weights and optimizer states leave, and compile."""
+        """Bound the peak by the bytes that weights and optimizer states leave of the step budget, and compile."""
         self.settings = replace(self.compiler.settings, peak_budget=PeakBudget(budget.left))
         self.compiler = replace(self.compiler, settings=self.settings, whole_step=budget.for_plan)
         self._compile(given)
@@ -155,22 +155,22 @@ class PlannedGraph:
             self._dump.tell = lambda detail: self._log.tell("dump", detail)
 
     def compile_again(self, why: str, given: Plan | None) -> None:
-        """Compile for ``given``, or solve anew. What runs is replaced on success only."""
+        """Compile with the plan ``given``, or solve again if None. The running code is replaced only on success."""
         step = self.step
-        self.compiler.tried.clear()  # those of an attempt that failed
+        self.compiler.tried.clear()  # drop the times of an attempt that failed
         self._take(self.compiler.compile(self.captured, given, step))
         detail = f"compiled again in {self._seconds[-1]:.1f} s, {why}"
         self._log.note("relowering", self._log.name, detail, step=step)
 
     def _take(self, compiled: Compiled) -> None:
-        """Put in force what was just compiled."""
+        """Put the code and the plan in force that were just compiled."""
         is_first = not self._seconds
         plans, seconds = len(self.compiler.tried), sum(self.compiler.tried)
         self.compiler.tried.clear()
         self.compiled, self._seconds = compiled, (*self._seconds, seconds)
         if compiled.capacity != self.captured.capacity:
             self.captured = replace(self.captured, capacity=compiled.capacity)
-        if compiled.plan is None:  # calibration, or nothing is rounded
+        if compiled.plan is None:  # a calibration step, or a graph without a plan
             return
         if self.controller is None:
             self.controller = controller_of(compiled, self.settings, self.captured.device, self.compiler.queue)
@@ -185,10 +185,10 @@ class PlannedGraph:
                 progress.announce(said)
 
     def __call__(self, *args: object) -> Any:
-        """Run forward, or in a checkpoint's backward run it again; compile what these arguments ask for first."""
+        """Run forward, or recompute it in a checkpoint's backward. Recompile first if the statistics require it."""
         refuse_capture(self.captured.device, "a model compiled with fxprec runs", NO_CAPTURE)
-        if any(isinstance(x, compat.FakeTensor) for x in args):  # Dynamo's DDP optimizer asks for shapes: no step
-            with compat.unset_fake_temporarily():  # what compiling makes is real
+        if any(isinstance(x, compat.FakeTensor) for x in args):  # Dynamo's DDP optimizer needs shapes only: no step
+            with compat.unset_fake_temporarily():  # the empty scale table must be a real tensor
                 return self._version(*args)
         if compat.in_backward():
             return self._recompute(args)
@@ -201,13 +201,13 @@ class PlannedGraph:
 
     @property
     def _version(self) -> Version:
-        """Code and table for a call now."""
+        """The code and the scale table that a call now would run with."""
         assert self.compiled.run is not None
         table = self.captured.empty_table() if self.controller is None else self.controller.table
         return Version(self.compiled.run, table)
 
     def _recompute(self, args: Sequence[Any]) -> Any:
-        """Run inside a backward pass, for a checkpoint around the compiled code: do what its forward did."""
+        """Run inside a backward pass, because a checkpoint around the compiled code recomputes its forward."""
         if self._steps.runs_forward or not self.is_training:
             version = self._in_flight.recomputed() or self._version
             with self.compiler.queue.muted():
@@ -242,11 +242,11 @@ class PlannedGraph:
             if graph._steps.settle_in_forward():
                 graph._settle(steps=0)
             elif not self.is_training and graph.controller is not None:
-                graph.controller.catch_up()  # evaluation follows the plan of the next step, saved in between or not
+                graph.controller.catch_up()  # so that evaluation follows the same plan whether or not state was saved
         self._settle(steps=1)
 
     def _settle(self, *, steps: int) -> None:
-        """Make what statistics ask for real, then count ``steps``: where no call recomputes an earlier one."""
+        """Apply the statistics of earlier steps, which may recompile, then count ``steps``. Not for a recomputation."""
         calibration, lowering = self.compiler.calibration, self.compiler.lowering
         if self.compiled.is_calibration and calibration is not None and calibration.is_complete:
             self.compile_again("solved from the calibration step", None)
@@ -270,7 +270,7 @@ class PlannedGraph:
             self.compile_again("without kernels that failed", controller.plan)
 
     def _follow_training(self, controller: Controller) -> None:
-        """Evaluate as training runs: the same groups low, the same tensors promoted."""
+        """Give an evaluation graph the low groups and the promotions of the training plan."""
         trained = latest_of_gemms(self._model.training_plans(self), controller.plan.gemms_by_name)
         if trained is None or trained is self._followed:
             return
@@ -279,16 +279,16 @@ class PlannedGraph:
         if low_groups_with(trained, borders) != controller.plan.low_groups:
             try:
                 self.compile_again("to evaluate as training runs", None)
-            except Exception as error:  # whatever Inductor raises
+            except Exception as error:  # Inductor may raise anything
                 detail = f"evaluates with other tensors low than training has: compiling failed ({in_one_line(error)})"
                 self._log.tell(self._log.name, detail, step=controller.step)
         controller.promote_as(trained, "promoted in training")
 
     def _hold_operands_high(self, controller: Controller) -> None:
-        """Compile again once the steps are over in which the recipe rounds operands of GEMMs.
+        """Recompile with GEMM operands in ``hi`` once the steps are over in which the recipe rounds operands.
 
-        Where that fails, training goes on as it was, with a warning and an event. Raises `FallbackError` for that under
-        ``strict``.
+        If that fails, training continues with the old code, with a warning and an event. Under ``strict`` raises
+        `FallbackError` instead.
         """
         operands, in_force = self.settings.recipe.operands, self.compiled.plan
         steps = controller.step if self.is_training else self._model.steps_of_training
@@ -300,29 +300,29 @@ class PlannedGraph:
         try:
             since = f"after step {operands.high_after}"
             self.compile_again(f"for operands in {hi} {since}", controller.plan.with_high_operands(since))
-        except Exception as error:  # whatever Inductor raises
+        except Exception as error:  # Inductor may raise anything
             self._keeps_operands = True
             detail = f"operands of GEMMs stay in blocks: compiling them in {hi} failed ({in_one_line(error)})"
             self._log.notice(Notice("block-gemms", detail), step=controller.step)
 
     def _follow_plan(self, controller: Controller) -> None:
-        """Make a changed plan real. In ``simulate`` the table already has; real storage is lowered again.
+        """Recompile for a changed plan in real storage. In ``simulate`` the scale table already has the change.
 
-        A promotion never ends a run: where it does not compile, what runs goes on, with a warning and an event.
-        Raises `FallbackError` for that under ``strict``.
+        A promotion that does not compile does not end training: the old code runs on, with a warning and an event.
+        Under ``strict`` raises `FallbackError` instead.
         """
         in_force, is_in_code = self.compiled.plan, not self.settings.is_simulated
         if in_force is not None and is_in_code and controller.plan.formats != in_force.formats:
             try:
                 self.compile_again("for the changed plan", controller.plan)
-            except Exception as error:  # whatever Inductor raises
+            except Exception as error:  # Inductor may raise anything
                 self._log.notice(self._give_up(in_force, controller, error), step=controller.step)
         self.compiled = replace(self.compiled, plan=controller.plan)
         if self._dump is not None:
             self._dump.write_plan(controller.plan)
 
     def _give_up(self, plan: Plan, controller: Controller, error: Exception) -> Notice:
-        """Keep the plan of the code that runs: what was promoted since stays low, for good. Return what to tell."""
+        """Return to the plan of the running code: tensors promoted since stay low for good. Return the notice."""
         log.info("a promotion did not compile", exc_info=error)
         refused = controller.stay_with(plan)
         self._num_given_up += 1
@@ -340,43 +340,43 @@ class PlannedGraph:
         return Notice(describe(site), detail)
 
     def peak_with_points(self) -> PeakBytes | None:
-        """Return what its plan holds, and would under other budgets; None where the plan was given and stays."""
+        """Return the plan's peak bytes, with those under other budgets. None for a given plan or without a peak."""
         peak = None if self.plan is None else self.plan.peak_bytes
         if peak is None or self._is_given:
             return None
-        if self.compiler.peak.part.shares:  # its points tell of what waits, too
+        if self.compiler.peak.part.shares:  # this plan already has the points of other budgets
             return peak
         return self.compiler.look(self.captured, self.step)
 
     def take_part(self, part: Part) -> None:
-        """Plan for a part of the peak budget and compile again, where it is new."""
+        """Plan for a part of the peak budget and recompile, unless the part is the current one."""
         if part == replace(self.compiler.peak.part, beyond=0, beyond_waiting=0):
             return
-        self.compiler.queue.forget()  # statistics of the sites that its plan had
+        self.compiler.queue.forget()  # the statistics of the old plan's sites
         self.compiler.peak.take(part)
         graphs = "its step" if part.num_graphs == 1 else f"{part.num_graphs} graphs of a step"
         self.compile_again(f"within the peak budget of {graphs}", None)
 
     @contextmanager
     def running(self, compiled: Compiled) -> Iterator[None]:
-        """Run other code for the same plan meanwhile; training goes on."""
+        """Run other code for the same plan inside the context; training steps count as usual."""
         usual, self.compiled = self.compiled, compiled
         try:
             yield
         finally:
-            if self.compiled.run is compiled.run:  # else a promotion came, and what it compiled stays
+            if self.compiled.run is compiled.run:  # otherwise a promotion compiled new code, which stays
                 self.compiled = replace(usual, plan=self.plan)
 
     def state_dict(self) -> GraphState | None:
-        """Return plain data, with what identifies the graph; None while it is being calibrated."""
+        """Return plain data, with the graph's identity; None during calibration."""
         if self.controller is None:
             return None
         return {"graph": self.captured.identity.to_dict(), **self.controller.state_dict()}
 
     def load_state(self, saved: SavedGraph) -> None:
-        """Go on where training was saved: its plan takes the place of calibration and solving.
+        """Continue from a saved state: the saved plan replaces calibration and solving.
 
-        Where that fails, the graph stays as it was.
+        If recompiling for the saved plan fails, the graph stays as it was.
         """
         in_force = self.compiled.plan
         wanted = saved.plan.formats, saved.plan.operand_formats

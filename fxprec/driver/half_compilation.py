@@ -1,4 +1,4 @@
-"""Lowering and compiling the forward and the backward half of one partitioned graph."""
+"""Lower and compile the forward and the backward half of one partitioned graph."""
 
 from __future__ import annotations
 
@@ -35,37 +35,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompiledHalf:
-    """What runs, and what it is made of."""
+    """One compiled half: its callable, and the code inside."""
 
     run: Run
     code: Run | None
-    """What Inductor returned, or what interprets the half."""
+    """The callable that Inductor returned, or the interpreter of the half."""
     lowered: Lowered
     num_outputs: int
-    """Without the statistics."""
+    """Number of outputs, not counting statistics."""
 
 
 @dataclass
 class Halves:
-    """The halves of one compilation; the backward one may come in the first backward pass only."""
+    """The halves of one compilation; the backward half may be compiled as late as the first backward pass."""
 
     compiler: Compiler
     device_type: str
     compiled: Compiled
-    """What was decided of the graph so far: its plan, if it has one, and what its rows are for."""
+    """What the passes decided: the plan, if there is one, and what each row of the scale table is for."""
     saves_memory: bool = False
-    """Whether the user trades time for memory, by checkpoints or a budget: kernels run in an order that saves it."""
+    """Whether kernels run in an order that saves memory: the user has checkpoints or a memory budget."""
     seen_by_forward: frozenset[int] = frozenset()
-    """Rows: what backward recomputes is not measured again."""
+    """Rows that forward measures; backward does not measure them again when it recomputes their tensors."""
     peak: CompiledPeak | None = None
-    """Takes in what each half allocates, under a peak budget."""
+    """Receives the allocations of each compiled half, under a peak budget."""
 
     def __post_init__(self) -> None:
         self.lowering = self.compiler.lowering
 
     def compile(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any], name: str) -> CompiledHalf:
-        """Lower and compile the half of that name; its statistics go to the queue and not into the results."""
-        widen_gemms(gm.graph, self.compiler.settings.processor)  # first: whoever watches sees what runs
+        """Lower and compile the half called ``name``; its statistics go to the queue and not into the results."""
+        widen_gemms(gm.graph, self.compiler.settings.processor)  # first, so that watchers see the graph that runs
         of_training = (self.compiler.tensors, self.compiler.numerics) if self.compiled.is_training else ()
         watchers = [watcher for watcher in (self.compiler.recorder, *of_training) if watcher is not None]
         symbolic = [RecordedHalf(copied(gm), self.compiled) for _ in watchers]  # lowering edits the graph
@@ -114,7 +114,7 @@ class Halves:
         )
 
     def scales(self, name: str) -> bool:
-        """Say whether the half of that name reads scales, of gradients or of copies."""
+        """Return whether the half called ``name`` reads scales: backward of gradients, forward of copies."""
         rows = self.compiled.rows
         return bool(rows.scaled if name == "backward" else rows.copied)
 
@@ -143,7 +143,7 @@ class Halves:
 def in_saving_order(
     kernels: Sequence[tuple[dict[str, int], dict[str, int], frozenset[int]]], kept: frozenset[str]
 ) -> list[int] | None:
-    """Return an order of kernels that holds fewer bytes at once than the one given, or None."""
+    """Return an order of the kernels with a lower peak of live bytes than the given order, or None if none is found."""
     found = [Kernel(*kernel) for kernel in kernels]
     order = saving_order(found)
     is_better = peak_bytes(found, order, kept) < peak_bytes(found, range(len(found)), kept)

@@ -1,8 +1,8 @@
-"""Run a graph node by node, as the reference lowering and calibration do.
+"""Run a graph node by node, for the reference lowering and for calibration.
 
-Inductor turns ``rand`` into a seed, drawn once in the forward half, and a function of that seed, which backward may
-compute again. The prims' own eager implementations ignore the seed, so a recomputed dropout would draw another mask;
-`runnable` replaces them.
+Inductor replaces ``rand`` by a seed, drawn once in the forward half, and a function of that seed, which backward may
+recompute. The prims' own eager implementations ignore the seed, so a recomputed dropout would draw another mask.
+`runnable` replaces these implementations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fxprec.passes.insert_observers import measure
 
 
 def runnable(gm: GraphModule) -> GraphModule:
-    """Replace, in place, operators that run right in compiled code alone; return ``gm``."""
+    """Replace, in place, operators whose eager implementation is wrong or missing; return ``gm``."""
     replaced = False
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in _REPLACED:
@@ -54,18 +54,18 @@ def seeded_randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor)
 def counted_up(
     length: int, *, start: int, step: int, dtype: torch.dtype, device: torch.device, requires_grad: bool
 ) -> torch.Tensor:
-    """Return ``start``, ``start + step``, ... in any dtype: `torch.eye` counts in uint16, `torch.arange` cannot."""
+    """Return ``start``, ``start + step``, ... in any dtype: `torch.eye` needs uint16, which `torch.arange` lacks."""
     return (torch.arange(length, device=device) * step + start).to(dtype).requires_grad_(requires_grad)
 
 
 _SEEDED = {compat.SEEDED_RANDOM: seeded_random, compat.SEEDED_RANDINT: seeded_randint}
 _REPLACED = {**_SEEDED, torch.ops.prims.iota.default: counted_up}
 DRAWN = frozenset(_SEEDED.values())
-"""What draws from a seed, in a graph after `runnable`."""
+"""Functions that draw from a seed, in a graph after `runnable`."""
 
 
 class Calibration:
-    """Damages by counted tensor, from the first backward that arrives.
+    """The damage of each counted tensor, measured in the first backward pass.
 
     Definitions: docs/algorithms.md, "Demotion and promotion".
     """
@@ -80,7 +80,7 @@ class Calibration:
         return self._measured is not None
 
     def watch(self, gm: GraphModule) -> Callable[..., Any]:
-        """Return the partitioned graph as a function that also records the damages it measures."""
+        """Return one half as a function that also records the damages that its observers measure."""
         num_outputs = len(results_of(gm.graph))
         tensors = measure(gm)
         run = interpreted(gm)
@@ -98,7 +98,7 @@ class Calibration:
         return compat.boxed(call)
 
     def by_tensor(self) -> dict[int, float] | None:
-        """Return the damage of each counted tensor, once measured: the gradient of tensor ``i`` is ``i + 1``."""
+        """Return each counted tensor's damage, or None if not measured. Tensor ``i``'s gradient has id ``i + 1``."""
         if self._measured is None:
             return None
         pairs = zip(self._tensors, self._measured.tolist(), strict=True)
@@ -106,7 +106,7 @@ class Calibration:
 
 
 def interpreted(gm: GraphModule) -> Callable[..., Any]:
-    """Run a graph op by op: the reference lowering."""
+    """Return a function that runs a graph op by op, as the reference lowering."""
     runnable(gm)
 
     def call(args: list[Any]) -> Any:
@@ -120,9 +120,9 @@ def interpreted(gm: GraphModule) -> Callable[..., Any]:
 
 
 def _own(x: object, given: Collection[int]) -> Any:
-    """Return a result that is no view of the graph's own tensors to a user, who may write into it.
+    """Return a result that a user may write into: autograd must not see it as a view of the graph's own tensor.
 
-    A view of what was given stays one: autograd counts writes into the tensor that backward reads through it.
+    A view of an input stays a view, because autograd counts writes into the tensor that backward reads through it.
     """
     if not isinstance(x, torch.Tensor) or x._base is None or id(x._base) in given:
         return x
@@ -131,7 +131,7 @@ def _own(x: object, given: Collection[int]) -> Any:
 
 
 def interpreted_by_group(gm: GraphModule, run: Run) -> Run:
-    """Return ``run``, but while a profiler is on ``gm`` node by node, in ranges ``fxprec group N``."""
+    """Return a function that calls ``run``; under a profiler it runs ``gm`` in ranges ``fxprec group N`` instead."""
 
     def call(args: list[Any]) -> Any:
         if not compat.is_profiling():
@@ -145,7 +145,7 @@ def interpreted_by_group(gm: GraphModule, run: Run) -> Run:
 
 
 class _ByGroup(Interpreter):
-    """Opens a range where the group changes; a node of no group stays in that of the node before it."""
+    """An interpreter that opens a range when the group changes; a node without a group stays in the current range."""
 
     def __init__(self, gm: GraphModule, ranges: ExitStack) -> None:
         super().__init__(gm)

@@ -1,6 +1,6 @@
-"""One attempt to compile a captured graph that the cache has no code of: passes run, then each half is lowered.
+"""One attempt to compile a captured graph that is not in the cache: run the passes, then lower each half.
 
-Imported only then: a start from the cache needs no pass.
+This module is imported only then, because a start from the cache needs no pass.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class JointCompilation(Attempt):
-    """The backward half may be compiled in the first backward pass only, and finds here what it needs."""
+    """One attempt by tracing, with the state that the backward half needs if it is compiled in the first backward."""
 
-    calibration: Calibration | None = None  # where this is the step that measures
-    saves_memory: bool = False  # the user has tensors computed again
+    calibration: Calibration | None = None  # set if the attempt compiles the calibration step
+    saves_memory: bool = False  # the user has checkpoints or a memory budget
     ratio: tuple[float, int] | None = None  # torch's activation_memory_budget, and the bytes it is a share of
     passes: tuple[PassReport, ...] = ()
-    partitioned: Partition | None = None  # as the passes decided
-    halves: Halves | None = None  # once the plan is complete
-    said: list[Said] = field(default_factory=list)  # by the passes
+    partitioned: Partition | None = None  # the partition that the passes decided
+    halves: Halves | None = None  # set once the plan is complete
+    said: list[Said] = field(default_factory=list)  # warnings and events of the passes
 
     def __post_init__(self) -> None:
         self.compiled = Compiled(capacity=self.captured.capacity)
-        self.peak: PeakBytes | None = None  # that the passes predict
+        self.peak: PeakBytes | None = None  # the passes' prediction
 
     @property
     def is_training(self) -> bool:
@@ -69,7 +69,7 @@ class JointCompilation(Attempt):
 
     def run_passes(self, graph: Graph) -> None:
         """Run the pipeline on the joint graph, in place."""
-        searches = self.compiler.settings.peak_budget is not None  # fit-peak has a line of its own
+        searches = self.compiler.settings.peak_budget is not None  # the budget's search prints its own progress line
         with (
             self.compiler.log.heard() as said,
             progress.telling("" if searches else f"planning {self.compiler.log.name}"),
@@ -80,7 +80,7 @@ class JointCompilation(Attempt):
     def _rewrite(self, graph: Graph) -> None:
         """Plan and rewrite one joint (or inference) graph."""
         joint = JointGraph(graph, self.captured.inputs)
-        if not joint.has_table:  # of torch.cond or a nested_compile_region: left alone, as the outer graph's passes say
+        if not joint.has_table:  # graph of torch.cond or a nested_compile_region: the outer graph's passes warn of it
             return
         self.compiled = replace(self.compiled, is_training=bool(joint.tangents))
         if joint.updates_weights:
@@ -112,7 +112,7 @@ class JointCompilation(Attempt):
         self._take(work)
 
     def partition(self, gm: GraphModule, inputs: Sequence[object], **options: object) -> compat.Halves:
-        """Cut the joint graph that the passes rewrote, or one nested in it."""
+        """Partition the joint graph that the passes rewrote, or a graph nested in it."""
         if self.partitioned is None or not JointGraph(gm.graph, self.captured.inputs).has_table:
             return as_torch_does(gm, inputs, (), **options)
         assert self.partitioned.work.joint.graph is gm.graph, "torch's passes edit the graph, and make no other"
@@ -185,7 +185,7 @@ class JointCompilation(Attempt):
         return compat.storable(run, self._known(half, name, said, donated), half.code)
 
     def _say_how_lowered(self) -> None:
-        """Put into the plan which lowering was estimated to be less for the halves so far."""
+        """Put into the plan which lowering was estimated to be faster for each half compiled so far."""
         chooser, plan = self.compiler.lowering.chooser, self.compiled.plan
         if chooser is not None and chooser.halves and plan is not None:
             self._set_plan(replace(plan, lowering=chooser.for_plan()))
@@ -215,9 +215,9 @@ class JointCompilation(Attempt):
         return CompiledPeak(self.compiled.num_results, self.captured.device.type, threads)
 
     def _complete_plan(self, forward: GraphModule) -> None:
-        """Put into the plan what the partitioned graph really saves, and hold it to the budget."""
+        """Put into the plan what the partitioned graph really saves. Retry if that exceeds the activation budget."""
         plan, num_results = self.compiled.plan, self.compiled.num_results
-        if plan is None:  # it steps weights
+        if plan is None:  # the graph steps weights
             return
         if self.is_training:
             predicted = plan.saved_bytes
@@ -246,7 +246,7 @@ class JointCompilation(Attempt):
             self.compiler.log.notice(notice, step=self.step)
 
     def _with_budget_note(self, plan: Plan, forward: Graph) -> Plan:
-        """Say in the plan for which sizes the budget holds, where not for all that the guards allow."""
+        """Add a note to the plan if the budget does not hold for all sizes that the guards allow."""
         budget = plan.activation_budget
         if budget is None or self.given is not None or not self._saves_codes:
             return plan
@@ -260,17 +260,17 @@ class JointCompilation(Attempt):
 
     @property
     def _saves_codes(self) -> bool:
-        """Whether a budget is held to what is saved. A simulation saves float32 carriers; its budget is of codes."""
+        """Whether a budget bounds the bytes really saved. A simulation saves float32; its budget counts codes."""
         return not self.compiler.settings.is_simulated
 
     def finished(self, run: Run) -> Compiled | Retry:
-        """Return what both halves, or the forward one alone, were compiled to. Raises `BudgetError`."""
+        """Return the compiled graph, or `Retry` if it exceeds its peak budget. Raises `BudgetError`."""
         if not self._hold_peak():
             return Retry(self.captured.capacity)
         return replace(self.compiled, run=run, is_calibration=self.calibration is not None, passes=self.passes)
 
     def _hold_peak(self) -> bool:
-        """Put into the plan what the compiled halves hold at their peak; say whether that is within the budget."""
+        """Put the peak of the compiled halves into the plan; return whether the peak is within the budget."""
         plan = self.compiled.plan
         if self.halves is None or self.halves.peak is None or plan is None:
             return True
@@ -290,5 +290,5 @@ class JointCompilation(Attempt):
         return held is not None
 
 
-# A rounded second moment becomes 0, a rounded update is lost.
+# Rounding would turn a small second moment into 0, and lose a small update.
 _STEPS_WEIGHTS = "writes over weights or gradients, as an optimizer's step does: compiled as it is, nothing is rounded"

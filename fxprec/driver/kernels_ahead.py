@@ -1,4 +1,4 @@
-"""Compile the kernels around GEMMs before the first step, side by side, with the constants that its launches have."""
+"""Compile the Triton kernels around GEMMs before the first step, in parallel, with the constants of their launches."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 
 
 def failing_kernels(graph: Graph, device: torch.device) -> dict[GemmKernel, str]:
-    """Compile what a lowered half launches beside Inductor's kernels; return the kernels that do not compile, and why.
+    """Compile the kernels that a lowered half launches beside Inductor's; return those that fail, with the cause.
 
-    A product compiles where one of its tiles does.
+    A GEMM fails only if none of its tile variants compiles.
     """
     called = [(node, kernel) for node in graph.nodes if (kernel := kernel_called(node)) is not None]
     launches = _launches(graph, [node for node, _ in called], device)
@@ -47,28 +47,28 @@ def failing_kernels(graph: Graph, device: torch.device) -> dict[GemmKernel, str]
 
 
 def _compiled(launches: Sequence[Launch]) -> dict[Launch, str]:
-    """Return those that do not compile, and why."""
-    with ThreadPoolExecutor(min(len(launches), os.cpu_count() or 1) or 1) as pool:  # most of it in ptxas and in LLVM
+    """Compile launches; return those that do not compile, with the cause."""
+    with ThreadPoolExecutor(min(len(launches), os.cpu_count() or 1) or 1) as pool:  # ptxas and LLVM take most time
         causes = list(pool.map(Launch.why_not_compiled, launches))
     failed = [launch for launch, why in zip(launches, causes, strict=True) if why is not None]
-    # Once more alone: threads of Python 3.11 and 3.12 spoil each other's ast.parse, a SystemError (CPython 106905).
+    # Retry in one thread: in Python 3.11 and 3.12 parallel ast.parse can raise a SystemError (CPython 106905).
     return {launch: why for launch in failed if (why := launch.why_not_compiled()) is not None}
 
 
 def _launches(graph: Graph, nodes: Sequence[Node], device: torch.device) -> list[list[Alternatives]]:
-    """Return what each node launches."""
+    """Return the launches of each node, each as alternative tile variants."""
     if any(source.meta.get("val") is None for node in nodes for source in node.all_input_nodes):
         set_values(graph)
     for node in nodes:
         if (cast := QuantizeTranspose.match(node)) is not None:
-            casts_in_hardware(parse(cast.format), device, keep=cast.keep)  # tried once, with real numbers
+            casts_in_hardware(parse(cast.format), device, keep=cast.keep)  # tests the cast once, with real numbers
 
     with compat.FakeTensorMode():
         return [launches_of(type(call_of(node)), map_arg(node.args, lambda n: _like(n, device))) for node in nodes]
 
 
 def _like(node: Node, device: torch.device) -> Any:
-    """Return a tensor as a node's is in memory, at the sizes that were traced, or a size."""
+    """Return an empty tensor with a node's dtype, sizes and strides as traced, or the hint of a symbolic size."""
     val = node.meta["val"]
     if not isinstance(val, torch.Tensor):
         return dim_hint(val)

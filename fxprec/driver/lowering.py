@@ -1,8 +1,8 @@
-"""How one captured graph is lowered: what can be had, what is estimated to be less, what falls back and why.
+"""Choose how one captured graph is lowered: by availability, by estimated time, and by which kernels fail.
 
-``lowering="auto"`` on a GPU lowers each half both ways and keeps what is estimated to take less time. The numbers are
-the same, bit for bit where the kernels are exact (docs/triton.md); the estimate is a function of the graph and the
-device's figures, so every process chooses alike.
+``lowering="auto"`` on a GPU lowers each half both ways and keeps the one that is estimated to take less time. Both give
+the same numbers, bit for bit if the kernels are exact (docs/triton.md). The estimate depends only on the graph and the
+device's figures, so every process makes the same choice.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _LESS = "the less time for launches and bytes outside GEMMs, by the estimate"
 
 
 class LoweringChooser:
-    """Chooses for the halves of one captured graph, on its device."""
+    """The choice between Inductor's and Triton's lowering, for each half of one captured graph on its device."""
 
     def __init__(self, device: torch.device, asked: str = "auto") -> None:
         self.device, self.asked = device, asked
         self.halves: dict[str, HalfLowering] = {}
         self.failed: str | None = None
-        """Why a half could not be estimated."""
+        """Why a half could not be estimated; None if nothing failed."""
 
     def why_inductor(self) -> str | None:
-        """Say why there is no choice, or None where there is one."""
+        """Return why only Inductor's lowering is possible, or None if there is a choice."""
         return self.failed or (_ON_CPU if self.device.type == "cpu" else compat.no_triton(self.device))
 
     def lower(self, gm: GraphModule, lower: Lower, without: frozenset[str], half: str) -> tuple[GraphModule, Lowered]:
-        """Lower copies of ``gm`` both ways, and return the one that takes less."""
-        from fxprec.passes.analysis import gemm_costs  # a start from the cache lowers nothing
+        """Lower copies of ``gm`` both ways, and return the one with the lower estimated time."""
+        from fxprec.passes.analysis import gemm_costs  # imported here: a start from the cache lowers nothing
         from fxprec.passes.analysis.traffic.estimate import traffic_of
 
         gpu = gemm_costs.gpu_of(self.device)
@@ -64,7 +64,7 @@ class LoweringChooser:
         return graphs[found.chosen], lowered[found.chosen]
 
     def for_plan(self) -> LoweringChoice | None:
-        """Return what the plan says of the halves lowered so far; None before the first, where there is a choice."""
+        """Return the plan's entry for the halves lowered so far; None before the first half, if there is a choice."""
         if not self.halves:
             why = self.why_inductor()
             return None if why is None else LoweringChoice(asked=self.asked, chosen="inductor", why=why)
@@ -85,14 +85,14 @@ def _cheaper(found: Mapping[Way, Traffic], costs: Costs) -> HalfLowering:
 
 
 class Lower(Protocol):
-    """Lowers a copy of one half; ``without`` names kernels not to generate."""
+    """A function that lowers one half, in place."""
 
     def __call__(self, gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
-        """Return one half as code; ``without`` names kernels not to generate."""
+        """Lower ``gm`` in place and describe the result. ``without``: names of kernels not to generate."""
 
 
 class Lowering:
-    """How one captured graph is lowered, and which generated kernels turned out not to work.
+    """The lowering of one captured graph, and the generated kernels that turned out not to work.
 
     ``tell`` warns and records an event, or raises under ``strict``.
     """
@@ -104,7 +104,7 @@ class Lowering:
         self.without: frozenset[str] = frozenset()
         self._told = False
         self.is_stale = False
-        """Whether a kernel failed while it ran: the graph must be lowered again."""
+        """Whether a kernel failed in a run, so that the graph must be lowered again."""
         if config.verify and not self.verifies:
             tell(
                 Notice("verify=True", f"nothing is compared: lowering 'eager' on {device.type} is the reference itself")
@@ -122,17 +122,17 @@ class Lowering:
     def compile(
         self, gm: GraphModule, lower: Lower, build: Callable[[GraphModule], Run], name: str = "forward"
     ) -> Half:
-        """Lower the half of that name and build it; once more without the kernels that do not compile."""
+        """Lower the half called ``name`` and build it; if kernels do not compile, repeat without those kernels."""
         may_fail = self.name == "triton" or self.config.verify or self.device.type == "cuda"
         plain = copied(gm) if may_fail else gm
         gm, lowered = self.lower(gm, lower, name)
-        while self.device.type == "cuda" and self._drop_gemms_that_fail(gm):  # what takes their place may fail too
+        while self.device.type == "cuda" and self._drop_gemms_that_fail(gm):  # their replacements may fail too
             gm, lowered = self.lower(copied(plain), lower, name)
         self._tell_what_is_not_compared(gm)
         kept = copied(gm) if self._has_first_run else None
         try:
             run = build(gm)
-        except Exception as error:  # whatever Triton or Inductor raises of a kernel; without kernels it is not ours
+        except Exception as error:  # Triton and Inductor may raise anything
             if not lowered.generated.kernels:
                 raise
             self._drop_what_fails(lowered, error)
@@ -159,25 +159,25 @@ class Lowering:
 
     @property
     def makes_code(self) -> bool:
-        """Whether what is compiled is Inductor's code from the first run on, and can be stored."""
+        """Whether Inductor's code runs from the first run on, so that the cache can store it."""
         return self.name != "eager" and not self._has_first_run
 
     @property
     def _has_first_run(self) -> bool:
-        """Whether the first run differs from others: checked, or able to fall back."""
+        """Whether the first run differs from later runs: it is verified, or can fall back."""
         return self.is_interpreted or (self.config.verify and self.verifies)
 
     @property
     def verifies(self) -> bool:
-        """Whether ``verify`` has something to compare with the reference: not the reference itself."""
+        """Whether ``verify`` has code to compare with the reference, which 'eager' itself is."""
         return self.name != "eager"
 
     def lower(self, gm: GraphModule, lower: Lower, half: str) -> tuple[GraphModule, Lowered]:
-        """Lower one half, in place or in a copy, and return that. On a GPU ``"auto"`` takes what should cost less."""
+        """Lower one half, in place or in a copy, and return it. On a GPU ``"auto"`` takes the faster estimate."""
         if self.chooser is not None and self.chooser.why_inductor() is None:
             try:
                 return self.chooser.lower(gm, lower, self.without, half)
-            except Exception as error:  # an estimate is no reason to compile nothing
+            except Exception as error:  # a failed estimate must not stop the compilation
                 self.chooser.failed = f"no estimate of the {half} half: {in_one_line(error)}"[:200]
                 self.tell(Notice("lowering='auto'", f"{self.chooser.failed}; lowered as 'inductor' instead"))
         lowered = lower(gm, self.name, self.without)
@@ -186,7 +186,7 @@ class Lowering:
         return gm, lowered
 
     def _drop_what_fails(self, lowered: Lowered, error: Exception) -> None:
-        """Find the kernels that Triton cannot compile; where it compiles each by itself, drop all."""
+        """Drop the generated kernels that Triton cannot compile or start; if each compiles alone, drop all."""
         from fxprec.driver.verify import Fault
         from fxprec.numerics import ahead
 
@@ -202,7 +202,7 @@ class Lowering:
         self.drop(faults or [Fault(k.name, cause) for k in kernels])
 
     def _drop_gemms_that_fail(self, gm: GraphModule) -> bool:
-        """Compile the kernels around GEMMs, which are no part of Inductor's code; say whether one has to go."""
+        """Compile the kernels around GEMMs, which are not part of Inductor's code; return whether any was dropped."""
         if not any(kernel_called(node) is not None for node in gm.graph.nodes):
             return False
         from fxprec.driver.kernels_ahead import failing_kernels  # imports Triton
@@ -215,7 +215,7 @@ class Lowering:
         return bool(failing)
 
     def drop(self, faults: list[Fault]) -> None:
-        """Do without kernels, and say so. A wrong kernel of the CPU lowering has only the reference to fall back to."""
+        """Drop kernels, with a warning each. A wrong kernel of the CPU lowering makes the graph fall back to eager."""
         is_generated = self.name == "triton" or self.device.type == "cuda"
         for fault in {fault.kernel: fault for fault in faults}.values():
             instead = "lowered as 'eager' from the next step on, many times slower"
@@ -228,22 +228,22 @@ class Lowering:
 
 
 class Half:
-    """The forward or the backward of a graph, compiled. Its first run may be a checked one."""
+    """The compiled forward or backward of a graph. Its first run may be verified."""
 
     def __init__(
         self, lowering: Lowering, lowered: Lowered, run: Run, first: tuple[GraphModule, GraphModule] | None
     ) -> None:
         compat.boxed(self)
         self.lowering, self.lowered, self.run = lowering, lowered, run
-        self._first = first  # the graph before and after lowering, until the first run is over
+        self._first = first  # the graph before and after lowering, until the first run
 
     @property
     def has_first_run(self) -> bool:
-        """Whether the next run is the first, which is checked."""
+        """Whether the next run is the first one, which may be verified or fall back."""
         return self._first is not None
 
     def __call__(self, args: list[Any]) -> Any:
-        """Run one half. The first run may be compared with the reference, or fall back to other code."""
+        """Run one half. The first run may be compared with the reference, or fall back to it."""
         if self._first is None:
             return self.run(args)
         (plain, gm), self._first = self._first, None
@@ -252,7 +252,7 @@ class Half:
         kept = list(args)
         try:
             return self.run(args)
-        except Exception:  # of a kernel in the interpreter: the checked run names it and does without
+        except Exception:  # a kernel failed in Triton's interpreter: the checked run names and drops it
             return self._checked(plain, gm, kept)
 
     def _checked(self, plain: GraphModule, gm: GraphModule, args: list[Any]) -> Any:
@@ -268,7 +268,7 @@ class Half:
 
 
 def interpreted_kernels(run: Run) -> Run:
-    """Run generated kernels in Triton's interpreter: NumPy, whose warnings of inf and NaN mean nothing here."""
+    """Return ``run`` without NumPy's warnings of inf and NaN: Triton's interpreter computes with NumPy."""
 
     def call(args: list[Any]) -> Any:
         with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""What a compiled step holds in memory: replayed from both halves, measured on a GPU, compared with torch's budget."""
+"""Find a compiled step's peak memory by replaying both halves, compare it with a GPU's, and check torch's budget."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from fxprec.passes.crossings.reserve import workspaces
 from fxprec.passes.notice import Notice, readable
 from fxprec.plan import PeakBytes
 
-MISSED = 0.05  # of the plan's bytes, above which what a first step held is a warning
-SMALL = 64 * 1024  # bytes above torch's budget that are not worth a word: random seeds, statistics, one small tensor
+MISSED = 0.05  # share of the plan's bytes by which a first step may exceed them without a warning
+SMALL = 64 * 1024  # bytes above torch's budget that are ignored: random seeds, statistics, one small tensor
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PlainHalf:
 
     @classmethod
     def of(cls, gm: GraphModule, examples: Sequence[Any], *, is_backward: bool) -> PlainHalf:
-        """Take the names of a half's inputs and results."""
+        """Return the names of a half's inputs and results, with its examples."""
         results = (n.name if isinstance(n, Node) else f"result {i}" for i, n in enumerate(results_of(gm.graph)))
         inputs = (n.name for n in gm.graph.nodes if n.op == "placeholder")
         return cls(tuple(inputs), tuple(results), examples, is_backward)
@@ -45,22 +45,22 @@ class PlainHalf:
 
 @dataclass
 class CompiledPeak:
-    """Live bytes of one step. The forward half comes first; its results are what backward starts from."""
+    """The live bytes of one compiled step. Replay the forward half first: backward starts from its results."""
 
     num_results: int
-    """Number of the forward half's own outputs, which come before what it saves for backward."""
+    """Number of the forward half's own outputs, which come before the saved tensors."""
     device: str = "cpu"
-    """Its type."""
+    """Type of the device."""
     threads: int = 1
-    """Threads of the CPU; libraries take memory in each."""
+    """Threads of the CPU; libraries allocate memory in each."""
     bytes: int | None = None
-    """At the step's peak, once both halves are there."""
+    """Live bytes at the step's peak; None until both halves are replayed."""
     waiting: int = 0
-    """Between the halves."""
+    """Bytes of the forward half's results, live between the halves."""
     seen: tuple[int, ...] = ()
-    """What lived over the step, each time something was made."""
+    """Live bytes after each allocation of the step, in order."""
     unread: str = ""
-    """Why it is not known."""
+    """Why a half could not be replayed; empty if it could."""
     _mode: compat.FakeTensorMode = field(default_factory=compat.FakeTensorMode)
     _forward: int = 0
     _free: frozenset[int] = frozenset()
@@ -73,7 +73,7 @@ class CompiledPeak:
         return compat.LiveBytes(self._free, self.device, partial(workspace, threads=self.threads), taken)
 
     def saw(self, half: PlainHalf, code: object) -> None:
-        """Take in a compiled half."""
+        """Replay a compiled half and record its live bytes."""
         try:
             if half.is_backward:
                 self._saw_backward(half, code)
@@ -96,14 +96,14 @@ class CompiledPeak:
         new = compat.fakes_like(half.examples, self._mode)
         inputs = [self._named.get(name, x) for name, x in zip(half.inputs, new, strict=True)]
         memory = self._memory()
-        memory.hold(self._results[: self.num_results])  # the model's own outputs: the caller has them
+        memory.hold(self._results[: self.num_results])  # the caller keeps the model's outputs alive
         compat.replayed(code, inputs, self._mode, memory)
         self.seen += tuple(memory.seen)
         self.bytes = max(self._forward, memory.peak)
 
 
 class StepMemory:
-    """Compares once, by the caching allocator's own counts, which it does not reset."""
+    """A comparison of the first step's GPU memory with the plan, by the allocator's counts, which are not reset."""
 
     def __init__(self, log: EventLog, device: torch.device, planned: Callable[[], PeakBytes | None]) -> None:
         self._log, self._device, self._planned = log, device, planned
@@ -111,7 +111,7 @@ class StepMemory:
         self._is_done = device.type != "cuda"
 
     def watch(self, run: Run, half: str) -> Run:
-        """Return ``run``, which notes what was allocated before its first forward, and at the peak of its backward."""
+        """Wrap ``run``, so that it reads allocated bytes before the first forward and the peak after the backward."""
         if self._is_done:
             return run
 
@@ -130,7 +130,7 @@ class StepMemory:
     def _compare(self, start: int, peak_before: int) -> None:
         peak = self._planned()
         self._is_done = True
-        if peak is None or peak.graphs > 1:  # other graphs of the step hold memory too
+        if peak is None or peak.graphs > 1:  # other graphs of the step use memory too
             return
         highest = compat.allocated(self._device)[1]
         held = highest - start
@@ -153,7 +153,7 @@ class StepMemory:
 
 
 def over_ratio(budget: float, read: int, saved: int, forward: Graph, num_outputs: int) -> Notice | None:
-    """Say what holds memory where more is saved than ``budget`` (0 to 1) of the ``read`` bytes that backward reads."""
+    """Return a notice if more is saved than ``budget`` (0 to 1) of the ``read`` bytes that backward reads."""
     largest = largest_saved(forward, num_outputs)
     if saved <= budget * read + SMALL or largest is None:
         return None

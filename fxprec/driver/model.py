@@ -1,4 +1,4 @@
-"""The compiled graphs of one model, and the saved states and plans that wait for graphs to come."""
+"""The compiled graphs of one model, and the loaded states and plans of graphs that are not compiled yet."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Model:
-    """Makes graphs, in the order of their first calls, and hands plans and promotions from one to another.
+    """All graphs of one model, in the order of their first calls. Graphs get plans and promotions from each other here.
 
     ``given`` is the plan that the user gave.
     """
@@ -40,20 +40,20 @@ class Model:
         recorder: Recorder | None,
     ) -> None:
         self.settings, self.skips, self.recorder = settings, skips, recorder
-        self.binding: InBackward | None = None  # of the optimizer that backward steps parameters of
-        self.step_budget: int | None = None  # bytes, of weights and the optimizer's states too
+        self.binding: InBackward | None = None  # the optimizers whose parameters are stepped during backward
+        self.step_budget: int | None = None  # bytes, including weights and optimizer states
         self.shared_peak = SharedPeak(settings)
         self.all: list[PlannedGraph] = []
-        self.calls = 0  # of all graphs
+        self.calls = 0  # of all graphs together
         self._given, self._dump = given, dump
         self._dropped: list[PlannedGraph] = []  # by torch.compiler.reset(), and not traced again yet
         self._waiting = Waiting()
-        self._trains_alike: dict[tuple[int, int], bool] = {}  # whether two graphs are of the same layers
-        self._taken: dict[tuple[int, int], Plan] = {}  # whose promotions the first graph has from the second
+        self._trains_alike: dict[tuple[int, int], bool] = {}  # graph pair: whether both train the same layers
+        self._taken: dict[tuple[int, int], Plan] = {}  # (to, from): the plan whose promotions were last taken over
 
     @property
     def is_given_a_peak(self) -> bool:
-        """Whether the plan that the user gave says how backward gets each value."""
+        """Whether the plan that the user gave was made under a peak budget: it says how backward gets each value."""
         return self._given is not None and self._given.peak_bytes is not None
 
     @property
@@ -63,7 +63,7 @@ class Model:
 
     @property
     def of_latest_step(self) -> list[PlannedGraph]:
-        """The planned training graphs; of several of the same layers, for other inputs, the one that ran last."""
+        """The planned training graphs. Of several graphs for the same layers, only the one that ran last."""
         found: dict[object, PlannedGraph] = {}
         for graph in sorted(self.live, key=lambda graph: graph.ran_last):
             if graph.is_training and graph.plan is not None:
@@ -71,16 +71,16 @@ class Model:
         return sorted(found.values(), key=lambda graph: graph.index)
 
     def drop(self) -> None:
-        """What was compiled is no longer called: what is traced next takes over the state of what it replaces."""
+        """Mark all graphs as dropped: a graph that is traced next takes over the state of the one that it replaces."""
         self._dropped = self.live
         self.shared_peak.forget()
 
     # Making graphs.
 
     def compiled(self, captured: Captured, parameters: Parameters, args: Sequence[Any]) -> PlannedGraph:
-        """Compile a graph for the layer with these parameters; it takes over the state saved for it.
+        """Compile a graph for the layer with these parameters, and give it the state saved for it.
 
-        Raises `PlanError` where a state that was loaded is of another graph.
+        Raises `PlanError` if the loaded state belongs to another graph.
         """
         identity = captured.identity
         dropped = saved_state.likeliest(identity, self._dropped, lambda g: g.captured.identity)
@@ -99,7 +99,7 @@ class Model:
             if mismatch is not None and old is None:
                 raise mismatch
             if mismatch is not None:
-                old = None  # another model with parameters of the same names
+                old = None  # a graph of another model whose parameters have the same names
             graph = self._built(captured, parameters, None, args)
         if old is not None:
             old.is_replaced = True
@@ -124,12 +124,15 @@ class Model:
         return graph
 
     def _given_to(self, captured: Captured) -> Plan | None:
-        """Return the plan file, but not for evaluation where it is of a training graph: that follows its groups."""
+        """Return the user's plan, or None if this is an evaluation graph and the plan is of a training graph.
+
+        Such an evaluation graph follows the plan's groups instead.
+        """
         if self._given is None or (saved_state.is_of_training(self._given) and not captured.identity.is_training):
             return None
         return self._given
 
-    # What one graph has from others.
+    # What one graph takes over from others.
 
     def others_in_training(self, own: PlannedGraph) -> Iterator[PlannedGraph]:
         """Return the other training graphs, in compile order."""
@@ -137,20 +140,20 @@ class Model:
 
     @property
     def steps_of_training(self) -> int:
-        """Return the steps that were trained so far, by the graph that trained most."""
+        """The largest number of steps that any training graph has run."""
         return max((graph.step for graph in self.all if graph.is_training), default=0)
 
     def training_plans(self, own: PlannedGraph) -> tuple[Plan, ...]:
-        """Return the plans of training for a graph to follow, the latest last; an equal layer's is none of them.
+        """Return the training plans that a graph may follow, the latest last; plans of other equal layers are left out.
 
-        Those of a file, and of states whose graphs are not compiled yet, come first.
+        The plan of a file, and plans of loaded states whose graphs are not compiled yet, come first.
         """
         given = () if self._given is None or not saved_state.is_of_training(self._given) else (self._given,)
         training = (g for g in self.live if g.is_training and not g.parameters.of_another(own.parameters))
         return (*given, *self._waiting.training_plans, *(g.plan for g in training if g.plan is not None))
 
     def share_promotions(self, own: PlannedGraph) -> None:
-        """Promote what other training graphs have promoted, those of other batch sizes above all."""
+        """Promote what other training graphs of the same layers have promoted, such as graphs for other batch sizes."""
         controller = own.controller
         if controller is None or not own.is_training or controller.rules.promote_above is None:
             return
@@ -164,7 +167,7 @@ class Model:
                 controller.promote_as(theirs.plan, f"promoted in graph {graph.index}, of the same model")
 
     def share_scales(self, own: PlannedGraph) -> None:
-        """Begin with the scales of copies that training graphs have found, those of other batch sizes above all."""
+        """Start with the scales of copies that other training graphs of the same layers have found."""
         for graph in self.live:
             theirs = graph.controller
             if own.controller is None or theirs is None or graph is own or not graph.is_training:
@@ -188,13 +191,16 @@ class Model:
     # Saved state.
 
     def states(self) -> list[GraphState | None]:
-        """Return the states of all graphs, and those that were loaded for graphs not compiled yet."""
+        """Return the states of all graphs, and the loaded states of graphs that are not compiled yet."""
         for graph in self.live:
             self.share_promotions(graph)
         return [*(g.state_dict() for g in self.live), *self._waiting.states]
 
     def load(self, states: Sequence[GraphState | None]) -> None:
-        """Give each graph the state saved of it; the others wait. Raises `PlanError`, and then changes nothing."""
+        """Give each graph its saved state, and keep the other states for later graphs.
+
+        Raises `PlanError` if a state does not fit its graph, before any graph is changed.
+        """
         waiting = Waiting(states)
         found: list[tuple[PlannedGraph, SavedGraph]] = []
         earlier: list[Identity] = []
@@ -210,7 +216,7 @@ class Model:
 
 
 def _own_state(graph: PlannedGraph, states: Sequence[SavedGraph]) -> SavedGraph | None:
-    """Return the first of these states that is of a graph. Raises the last one's `PlanError` where none is."""
+    """Return the first of these states that fits ``graph``. Raises the last state's `PlanError` if none fits."""
     for saved in states:
         try:
             if graph.controller is not None:
@@ -224,11 +230,11 @@ def _own_state(graph: PlannedGraph, states: Sequence[SavedGraph]) -> SavedGraph 
 
 
 class Layers:
-    """What Dynamo gets for a captured graph: calls the graph of the layer whose parameters come in.
+    """The callable that Dynamo gets for one capture: it dispatches to the graph of the layer whose parameters come in.
 
-    Dynamo calls one function for equal layers of one backend, and each has plans and scales of its own. The capture is
-    compiled once more for a layer not seen before; its code is there already where AOTAutograd's cache may keep it. A
-    capture without parameters cannot tell layers apart and has one graph.
+    Dynamo calls one function for all equal layers of one backend, but each layer has its own plan and scales. A layer
+    not seen before compiles the capture once more; the code comes from AOTAutograd's cache if it may store the code. A
+    capture without parameters cannot distinguish layers and has one graph.
     """
 
     def __init__(self, model: Model, captured: Captured, args: Sequence[Any]) -> None:
@@ -241,12 +247,12 @@ class Layers:
         return self._of(args)(*args)
 
     def _of(self, args: Sequence[Any]) -> PlannedGraph:
-        """Find the graph by identity of its parameters; one whose layer is gone serves the next that comes."""
+        """Find the graph by identity of its parameters. A graph whose layer is freed serves the next new layer."""
         key = next((id(args[i]) for i in self._names if isinstance(args[i], Parameter)), 0)
         likely = self._last_of.get(key, self._graphs[0])
         if likely.parameters.may_be(args):
             return likely
-        with compat.compile_lock:  # another thread may bring the same layer
+        with compat.compile_lock:  # another thread may call the same layer
             found = next((g for g in self._graphs if g.parameters.may_be(args)), None)
             if found is None:
                 found = self._model.compiled(self._graphs[0].captured, Parameters(self._names, args), args)

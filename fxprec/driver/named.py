@@ -1,4 +1,4 @@
-"""Backends by name, ``backend="fxprec"``, and the `Backend` behind what was compiled."""
+"""Register backends by name, such as ``backend="fxprec"``, and find the `Backend` of a compiled model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fxprec.errors import ConfigError, FxprecError
 def backend_of(compiled: object) -> Backend:
     """Return the backend of what ``torch.compile(..., backend="fxprec")`` returned, or of a module compiled in place.
 
-    It exists from the start, so a saved state can be loaded before the first call. Raises `ConfigError` where
-    ``compiled`` was compiled by another backend, or not at all.
+    The backend exists before the first call, so a saved state can be loaded then. Raises `ConfigError` if ``compiled``
+    was compiled by another backend, or not at all.
     """
     found = find_backend(compiled)
     if found is None:
@@ -31,14 +31,14 @@ def backend_of(compiled: object) -> Backend:
 
 
 def find_backend(compiled: object) -> Backend | None:
-    """Return what `backend_of` does, or None where fxprec did not compile it."""
+    """Return the backend as `backend_of` does, or None if fxprec did not compile ``compiled``."""
     return called_by(compat.wrapper_of(compiled))
 
 
 class _NamedBackend(Watched):
-    """The backend behind the string ``"fxprec"``, or behind a name that stands for some of its options.
+    """The backend registered as ``"fxprec"``, or under a name that stands for a set of options.
 
-    Options are the fields of `Config`; those that ``torch.compile`` is given go before those of the name.
+    Options are the fields of `Config`. Options given to ``torch.compile`` override those of the name.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
@@ -68,32 +68,32 @@ class _NamedBackend(Watched):
         return found
 
     def made(self, options: Mapping[str, Any] | None, mode: str | None) -> Backend:
-        """Return a backend for what ``torch.compile`` was given; optimizer and step budget are not in its config."""
+        """Return a backend for ``torch.compile``'s arguments; optimizer and step budget are not in its config."""
         rest = dict(options or {})
         optimizer, budget = rest.pop("optimizer", None), rest.pop("step_budget", None)
         return Backend(self.config(rest, mode), optimizer=optimizer, step_budget=budget)
 
     def config(self, options: Mapping[str, Any] | None, mode: str | None) -> Config:
-        """Return the config of what ``torch.compile`` was given; it takes options or a mode, not both."""
+        """Return the config for ``torch.compile``'s arguments, which are either options or a mode."""
         given = {**self.options, **(options or {})}
         return Config.from_options(given if mode is None else {**given, "mode": mode})
 
     def reset(self) -> None:
-        """Called by ``torch.compiler.reset()``, through the wrapper."""
+        """Reset the backend of the calling wrapper; ``torch.compiler.reset()`` calls this."""
         wrapper = compat.calling_wrapper()
         found: Backend | None = getattr(wrapper, "fxprec_backend", None)
         if found is not None:
             found.reset()
 
-    # Dynamo hands the graphs of one torch.compile() to another of an equal backend and equal options. Here each
-    # compiled model has its own plans and scales, so no two are equal.
+    # Dynamo reuses the graphs of one torch.compile() for another one with an equal backend and equal options. In
+    # fxprec each compiled model has its own plans and scales, so no two backends may compare equal.
     def __eq__(self, other: object) -> bool:
         return False
 
     __hash__ = object.__hash__
 
     def __reduce__(self) -> Any:
-        # There is one of each name: copies and pickles of a compiled model name it.
+        # One backend exists per name, so copies and pickles of a compiled model store the name.
         return "fxprec" if self is _FXPREC else (register_backend, (self.name, self.options))
 
 
@@ -102,7 +102,7 @@ _REGISTERED: dict[str, _NamedBackend] = {}
 
 
 def __getattr__(name: str) -> Any:
-    """Give torch the backend that its entry point names."""
+    """Return the backend that torch's entry point names."""
     if name != "fxprec":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if compat.is_looking_up_a_backend():
@@ -114,8 +114,8 @@ def __getattr__(name: str) -> Any:
 def register_backend(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     """Make ``torch.compile(model, backend=name)`` compile with fxprec and these options; return that backend.
 
-    For tools that take a backend's name and no options. Once more with the same options changes nothing. Raises
-    `ConfigError` for a wrong option, and for a name that means something else already.
+    Use it for tools that take a backend's name and no options. Registering the same options again changes nothing.
+    Raises `ConfigError` for a wrong option, and for a name that is already registered for something else.
     """
     Config.from_options(options)
     known = _REGISTERED.get(name)

@@ -1,8 +1,8 @@
-"""Look at rounding and attention every n-th step (``watch_every``): biased casts, and logits that grow.
+"""Check casts for bias and attention logits for growth in every n-th step (``watch_every``).
 
-A half is run once more from what entered it, node by node, by the reference lowering. A copy that forward stores for
-backward is the compiled code's own, so a fault of a kernel is seen; what is rounded inside of a half is the
-reference's.
+In such a step the reference lowering runs each half a second time, node by node, on the same inputs. Copies that
+forward stores for backward are taken from the compiled code, so faults of a kernel show. Casts inside a half are the
+reference's own.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from fxprec.runtime.growth import Growth
 
 @dataclass
 class NumericsWatch:
-    """Watches the halves of one graph, as a `Recorder` does."""
+    """Watcher of one graph's halves in every n-th step."""
 
     every: int
     log: EventLog
     controller: Callable[[], Controller | None]
-    """Returns the graph's controller, once there is one."""
+    """Returns the graph's controller, or None before the graph has a plan."""
     logits: dict[str, Growth] = field(default_factory=dict)
-    """By attention, ``module, source``."""
+    """The largest logits of each attention; keys are ``module, source``."""
     _biased: set[str] = field(default_factory=set)
     _watches: bool = False
 
@@ -52,7 +52,7 @@ class NumericsWatch:
         self._is_due = EveryNth(self.every)
 
     def watch(self, graph: str, half: str, recorded: RecordedHalf, run: Run) -> Run:
-        """Return ``run``, but in every n-th step what the half rounds, and its attention, is looked at."""
+        """Wrap ``run``, so that casts and attention of the half are measured in every n-th step."""
         found = _Watched.of(recorded.gm)
         self._watches = bool(found.casts or found.attentions) or (half == "backward" and self._watches)
         if half == "backward" and not self._watches:
@@ -82,7 +82,7 @@ class NumericsWatch:
                 self._tell("logit-growth", attention.name, detail, step)
 
     def _note_bias(self, step: int, site: str, bias: Bias) -> None:
-        """Tell of a biased cast, once until it is so no more."""
+        """Warn of a biased cast once, and again only if it was unbiased in between."""
         if bias.is_biased and site not in self._biased:
             self._tell("biased", site, f"it is rounded {bias}", step)
         (self._biased.add if bias.is_biased else self._biased.discard)(site)
@@ -93,7 +93,7 @@ class NumericsWatch:
 
 
 def _site_of(cast: Node, controller: Controller) -> str:
-    """Return the name of what a cast rounds: the plan's site, or the operand of a GEMM."""
+    """Return the name of the tensor that a cast rounds: the plan's site, or the operand of a GEMM."""
     call = Quantize.match(cast)
     assert call is not None
     of = cast.meta.get(OPERAND_META)
@@ -113,25 +113,25 @@ def _place(node: Node) -> str:
 
 @dataclass
 class _Seen:
-    """What one run of a half showed."""
+    """The measurements of one run of a half."""
 
     biases: dict[Node, Bias] = field(default_factory=dict)
-    """By the node that rounds."""
+    """Bias by cast node."""
     logits: list[tuple[Attention, Tensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Watched:
-    """A half with symbolic casts, and what in it is looked at."""
+    """A half with symbolic casts, and the nodes in it that are measured."""
 
     gm: GraphModule
     casts: Mapping[Node, Node]
-    """The node whose result is stored in the end, of each cast: MS-EDEN corrects scales after it."""
+    """Cast by the node whose result is stored: for MS-EDEN that is the node that corrects the cast's scales."""
     attentions: Mapping[Node, Attention]
     written: tuple[int, ...]
     """Positions of the inputs that the half writes to."""
     random: Set[Node]
-    """What depends on random numbers: Inductor draws others than the reference of the same seed."""
+    """Nodes that depend on random numbers: for one seed Inductor draws other numbers than the reference."""
 
     @classmethod
     def of(cls, gm: GraphModule) -> _Watched:
@@ -147,7 +147,7 @@ class _Watched:
         )
 
     def after(self, run: Run, args: list[Any], controller: Controller) -> tuple[Any, _Seen]:
-        """Run the half, then look at what it stored."""
+        """Run the half, then measure it with the copies that it stored."""
         mine = [a.detach().clone() if i in self.written else a for i, a in enumerate(args)]
         state = _random_state(args)
         results = run(args)
@@ -160,7 +160,7 @@ class _Watched:
         return results, self._look(mine, own, state, controller)
 
     def before(self, run: Run, args: list[Any], controller: Controller) -> tuple[Any, _Seen]:
-        """Look, then run the half, which may write over what it is given."""
+        """Measure the half, then run it: the run may overwrite its inputs."""
         seen = self._look(list(args), {}, _random_state(args), controller)
         return run(args), seen
 
@@ -176,7 +176,7 @@ class _Watched:
 
 
 def _made_of_random_numbers(graph: Graph) -> Set[Node]:
-    """Return what is made of drawn numbers, but for a cast's seed: random bits of a cast follow from it."""
+    """Return nodes that depend on drawn numbers. A cast's seed does not count: it determines the cast's random bits."""
     found = set[Node]()
     for node in graph.nodes:
         is_drawn = node.target in DRAWN or has_tag(node, torch.Tag.nondeterministic_seeded)
@@ -206,7 +206,7 @@ def _stored(cast: Node) -> Node:
 
 
 class _Walk(Interpreter):
-    """Runs a half by the reference, and measures where it rounds and where attention is."""
+    """An interpreter that runs a half by the reference, and measures its casts and attentions."""
 
     def __init__(self, watched: _Watched, own: Mapping[Node, Tensor], seen: _Seen, controller: Controller) -> None:
         super().__init__(watched.gm)
@@ -215,7 +215,7 @@ class _Walk(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         if n.target in MUTATIONS and input_at(n, 0).op == "placeholder":
-            return self.fetch_args_kwargs_from_env(n)[0][1]  # the model stays as it was
+            return self.fetch_args_kwargs_from_env(n)[0][1]  # without writing to the model's tensor
         if n.target is Quantize.target:
             self._inputs[n] = self.fetch_args_kwargs_from_env(n)[0]
         attention = self.watched.attentions.get(n)

@@ -1,4 +1,4 @@
-"""Compare what was asked for with the device, with the process and with other ranks."""
+"""Compare the options with the device, with the process and with other ranks, and warn of conflicts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from fxprec.passes.notice import Notice, readable
 from fxprec.plan import Plan
 from fxprec.runtime.cpu import compact
 
-LOCAL = frozenset(name for name in vars(Config) if name.startswith("dump"))  # each rank may look for itself
-MOST = 64  # ranks that the first one looks at
+LOCAL = frozenset(name for name in vars(Config) if name.startswith("dump"))  # options that may differ between ranks
+MOST = 64  # ranks whose options rank 0 compares
 
 
 def want_whole_graphs(settings: Settings) -> None:
-    """Turn off Dynamo's DDP optimizer, with a message, where an option is about the whole graph.
+    """Turn off Dynamo's DDP optimizer, with a warning, if an option concerns the whole graph.
 
-    Else each bucket's piece is planned for itself, as after a graph break, and its gradients leave before the next
-    piece's backward runs. Raises `compat.TraceAgain`, on which Dynamo traces once more, without that optimizer.
+    The optimizer cuts the graph at DDP's buckets. fxprec plans each piece by itself, and a piece's gradients are sent
+    before the next piece's backward runs. Raises `compat.TraceAgain`, so that Dynamo traces again without it.
     """
     whole = [name for name in ("plan", "peak_budget", "activation_budget") if getattr(settings.asked, name) is not None]
     if not whole or not compat.widen_ddp_buckets():
@@ -47,7 +47,7 @@ def want_whole_graphs(settings: Settings) -> None:
 
 
 def tell_of_new_versions(log: EventLog) -> None:
-    """Warn, once a backend and also under ``strict``: most of what worked before will."""
+    """Warn once per backend of versions newer than tested. It is no error under ``strict``, as most things work."""
     for line in compat.newer_than_tried():
         if log.note("untried", log.name, line):
             log.warn(line)
@@ -58,9 +58,9 @@ _OF_PLANNED_GRAPHS = ("plan", "dump", "dump_tensors", "watch_every", "verify", "
 
 
 def tell_of_no_effect(settings: Settings, log: EventLog, *, is_planned: bool) -> None:
-    """Say which of the options given have no effect; under ``strict`` that is an error.
+    """Warn of options that have no effect; under ``strict`` raises `FallbackError`.
 
-    A graph that is not planned is compiled by plain Inductor.
+    ``is_planned``: False if plain Inductor compiles the graph.
     """
     asked = settings.asked
     if not settings.rounds_anything:
@@ -79,7 +79,7 @@ def tell_of_no_effect(settings: Settings, log: EventLog, *, is_planned: bool) ->
 
 
 def tell_of_gradients_within(gm: GraphModule, log: EventLog) -> None:
-    """Warn of a backward that no plan is about: `torch.func.grad`'s, which is part of the captured graph."""
+    """Warn if the captured graph contains the backward of `torch.func.grad`, which no plan covers."""
     if next(compat.gradients_within(gm.graph), None) is not None:
         log.tell(
             "torch.func.grad",
@@ -90,9 +90,9 @@ def tell_of_gradients_within(gm: GraphModule, log: EventLog) -> None:
 
 
 def settings_on(device: torch.device, settings: Settings, log: EventLog, *, plans_only: bool) -> Settings:
-    """Return the settings that are in force on a device; tell of what was asked for and is not.
+    """Return the settings that are in force on a device, and warn of requests that it cannot fulfil.
 
-    ``plans_only`` is for a dump that makes plans and runs nothing, on a machine that may be another.
+    ``plans_only``: the run makes plans only and executes nothing, so this machine's memory does not matter.
     """
     held, notice = on_device(device, settings)
     _tell([notice, unused_processor(device, held)], log)
@@ -109,7 +109,7 @@ def _tell(notices: Sequence[Notice | None], log: EventLog) -> None:
 
 
 def on_device(device: torch.device, settings: Settings) -> tuple[Settings, Notice | None]:
-    """Return settings that the device can follow: packed where its code has no 8-bit dtypes; and what to tell."""
+    """Return settings that the device supports, and a notice if storage changes: packed if it has no 8-bit dtypes."""
     has_8_bits = any(fmt.bits <= 8 for fmt in settings.recipe.formats)
     reason = compat.no_native_fp8(device) if settings.storage == "native" and has_8_bits else None
     if reason is None:
@@ -119,7 +119,7 @@ def on_device(device: torch.device, settings: Settings) -> tuple[Settings, Notic
 
 
 def refuse_offload(device: torch.device, settings: Settings, given: Plan | None) -> None:
-    """Raise `ConfigError` or `PlanError` where saved tensors are to wait in host memory, and never are elsewhere."""
+    """Raise `ConfigError` or `PlanError` if saved tensors are to be offloaded to the host but the device is a CPU."""
     if device.type != "cpu":
         return
     if settings.peak_budget is not None and "offload" in settings.ways:
@@ -137,14 +137,14 @@ def refuse_offload(device: torch.device, settings: Settings, given: Plan | None)
 
 
 def unused_processor(device: torch.device, settings: Settings) -> Notice | None:
-    """Say that the option ``cpu`` has no effect on a model that is elsewhere."""
+    """Return a notice if the option ``cpu`` has no effect, because the model is on another device."""
     if settings.asked.cpu is None or device.type == "cpu":
         return None
     return Notice(f"cpu={settings.asked.cpu!r}", f"it has no effect: the model is on {device.type}; leave it out")
 
 
 def beyond_machine(settings: Settings, device: torch.device) -> Notice | None:
-    """Say where a budget is more memory than the device has: nothing is bound by it."""
+    """Return a notice if the peak budget exceeds the device's memory, so that it bounds nothing."""
     asked = None if settings.peak_budget is None else settings.peak_budget.asked
     most = _memory(device)
     if not isinstance(asked, int) or most is None or asked <= most:
@@ -154,7 +154,7 @@ def beyond_machine(settings: Settings, device: torch.device) -> Notice | None:
 
 
 def _memory(device: torch.device) -> int | None:
-    """Return the bytes of memory that a device has, where that is known."""
+    """Return the bytes of memory that a device has, or None if unknown."""
     if device.type == "cuda" and torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(device).total_memory)
     if device.type == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
@@ -163,7 +163,7 @@ def _memory(device: torch.device) -> int | None:
 
 
 def place_tensors(device: torch.device, settings: Settings, log: EventLog) -> None:
-    """Give CPU tensors the allocator that the settings ask for; tell of what was asked for and cannot be."""
+    """Install the CPU allocator that the settings need; warn if a requested allocator cannot be had."""
     asked = settings.asked
     if asked.allocator == "system":
         _process.has_asked_for_system = True
@@ -191,7 +191,7 @@ def _install_compact(settings: Settings, log: EventLog) -> None:
 
 class _Process:
     has_asked_for_system = False
-    """Whether a model asked for torch's own allocator by name."""
+    """Whether a model of this process was compiled with allocator='system'."""
 
 
 _process = _Process()
@@ -204,10 +204,10 @@ _APART = "give the models one allocator, or train them in processes of their own
 
 
 def tell_of_other_options(config: Config, identity: Identity, log: EventLog) -> None:
-    """Warn, under ``strict`` raise `FallbackError`, where a rank that compiled this model before has other options.
+    """Warn if a rank that compiled this model before has other options; under ``strict`` raise `FallbackError`.
 
-    Each rank leaves its options in the process group's store as it compiles, and looks at those that are there by then:
-    no rank waits for another, so one that compiles later, or not at all, stops none.
+    Each rank writes its options to the process group's store when it compiles, and compares those already there. No
+    rank waits for another, so a rank that compiles later or never blocks none.
     """
     group = compat.process_group_store()
     if group is None or not identity.is_training:
@@ -216,7 +216,7 @@ def tell_of_other_options(config: Config, identity: Identity, log: EventLog) -> 
     key, own = f"fxprec/{json.dumps(identity.parameters)}", _options(config)
 
     def left_by(other: int) -> list[dict[str, Any]]:
-        """Return what another rank left for models with these parameters' names; there may be two."""
+        """Return the options that a rank wrote for models with these parameter names; there may be several."""
         name = f"{key}/{other}"
         return json.loads(store.get(name)) if store.check([name]) else []
 
@@ -229,7 +229,7 @@ def tell_of_other_options(config: Config, identity: Identity, log: EventLog) -> 
 
 
 def _options(config: Config) -> dict[str, Any]:
-    """Return the options; of a plan its text, since a path may be another file on another machine."""
+    """Return the options as data, with the plan's text in place of its path, which may differ between machines."""
     options = {name: value for name, value in config.to_dict().items() if name not in LOCAL}
     if config.plan is not None:
         options["plan"] = Path(config.plan).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a person at a terminal sees while a graph is planned and compiled, and once it is."""
+"""Show progress on a terminal while a graph is planned and compiled, and a summary afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVERY_S = 1.0
 
 
 class _Ticker(threading.Thread):
-    """Shows a message with the seconds since it began: Inductor and the C++ compiler call nobody back meanwhile."""
+    """A thread that shows a message with the seconds since its start, as Inductor and compilers have no callbacks."""
 
     def __init__(self, message: str) -> None:
         super().__init__(daemon=True, name="fxprec progress")
@@ -40,9 +40,9 @@ _ticker: _Ticker | None = None
 
 @contextmanager
 def telling(message: str) -> Iterator[None]:
-    """Log what happens inside the block; on a terminal show it too, with the seconds, once it takes some.
+    """Log ``message`` for the block inside the context; on a terminal also show it if the block takes over a second.
 
-    A block inside another one shows its own message meanwhile; an empty one leaves the line to another.
+    A nested block shows its own message while it runs. An empty message shows nothing, for code with its own line.
     """
     global _ticker
     log.debug("%s", message)
@@ -68,6 +68,6 @@ def telling(message: str) -> Iterator[None]:
 
 @cache
 def announce(message: str) -> None:
-    """Show a line on a terminal, once in a process: equal layers say the same; of several ranks the first says it."""
+    """Show a line on a terminal, once per process since equal layers repeat it, and only on rank 0."""
     if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
         print(message, file=sys.stderr)

@@ -1,8 +1,8 @@
 """Watch the halves of a graph as they run: `Recorder` keeps a step for `fxprec.doctor`, `TensorDump` writes tensors.
 
-For ``dump_tensors``, what enters or leaves a half is the very value of its compiled code. A tensor inside of it is
-computed once more from what entered, by the reference lowering, every n-th step alone; so other steps run what they
-always run, and wait for nothing.
+For ``dump_tensors``, an input or result of a half is the value of the compiled code itself. A tensor inside the half is
+recomputed from the half's inputs by the reference lowering, in every n-th step. All other steps run unchanged, and do
+not wait for the device.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from fxprec.runtime.controller import Controller
 if TYPE_CHECKING:
     from fxprec.driver.graph import PlannedGraph
 
-EVERY = 100  # steps, of which one is written, unless asked otherwise
-LIMIT = 2**30  # bytes that a step may write, unless asked otherwise
+EVERY = 100  # default of dump_every: one step in so many is written
+LIMIT = 2**30  # default of dump_limit: bytes that a step may write
 
 
 @dataclass
 class RecordedHalf:
-    """One half of a partitioned graph, casts symbolic. ``args`` are those of its last run, or None before one."""
+    """One half of a partitioned graph, with symbolic casts. ``args``: arguments of its last run; None before one."""
 
     gm: GraphModule
     compiled: Compiled
@@ -55,16 +55,16 @@ class RecordedHalf:
 
 @dataclass
 class Recorder:
-    """Halves by graph name (``graph 0``), then ``"forward"`` and ``"backward"``, of the latest compilation of each."""
+    """The halves of each graph's latest compilation, by graph (``graph 0``) and ``"forward"`` or ``"backward"``."""
 
     graphs: dict[str, dict[str, RecordedHalf]] = field(default_factory=dict)
     inputs: dict[str, tuple[GraphInput, ...]] = field(default_factory=dict)
     """Inputs of each graph, in the order of forward's arguments."""
     copies: bool = False
-    """Whether arguments are copied: an optimizer steps the weights before they are looked at."""
+    """Whether arguments are copied, because an optimizer modifies the weights before the arguments are read."""
 
     def watch(self, graph: str, half: str, recorded: RecordedHalf, run: Run) -> Run:
-        """Return ``run``, but its arguments are kept alive."""
+        """Wrap ``run``, so that ``recorded`` keeps its arguments."""
         self.graphs.setdefault(graph, {})[half] = recorded
 
         def call(args: list[Any]) -> Any:
@@ -76,10 +76,10 @@ class Recorder:
 
 @contextmanager
 def recorded(graph: PlannedGraph, recorder: Recorder) -> Iterator[None]:
-    """Run the reference lowering of a graph's plan meanwhile, which ``recorder`` sees; training goes on.
+    """Run a graph with the reference lowering of its plan inside the context, and let ``recorder`` see it.
 
-    Raises what compiling raises, and `LoweringError` where the reference would carry other scales, or there is no plan
-    yet.
+    Training steps count as usual. Raises what compiling raises, and `LoweringError` if the reference lowering has other
+    scales, or if there is no plan yet.
     """
     controller, compiler = graph.controller, graph.compiler
     if controller is None:
@@ -103,14 +103,14 @@ def recorded(graph: PlannedGraph, recorder: Recorder) -> Iterator[None]:
 
 
 class EveryNth:
-    """Every n-th step, beginning with the first, and of it each half's first run: checkpoints run forward again."""
+    """A filter for the first run of each half in every n-th step, from the first on. Checkpoints run forward again."""
 
     def __init__(self, every: int) -> None:
         self._every = every
         self._seen: set[tuple[int, str]] = set()
 
     def __call__(self, step: int, half: str) -> bool:
-        """Say whether the half that runs now is to be looked at."""
+        """Return whether the half that runs now should be watched."""
         if step < 1 or (step - 1) % self._every or (step, half) in self._seen:
             return False
         self._seen = {(s, h) for s, h in self._seen if s == step} | {(step, half)}
@@ -119,13 +119,13 @@ class EveryNth:
 
 @dataclass
 class TensorDump:
-    """Writes one graph's tensors; sees its halves as a `Recorder` does."""
+    """Watcher that writes one graph's tensors to its dump folder in every n-th step."""
 
     settings: Settings
     folder: GraphDump
     log: EventLog
     controller: Callable[[], Controller | None]
-    """Returns the graph's controller, once there is one."""
+    """Returns the graph's controller, or None before the graph has a plan."""
 
     def __post_init__(self) -> None:
         self._is_due = EveryNth(self.settings.asked.dump_every or EVERY)
@@ -133,11 +133,11 @@ class TensorDump:
         self._in_forward: frozenset[CountedTensor] = frozenset()
 
     def expect(self, graph: Graph) -> None:
-        """Note what is marked in the joint graph, before Inductor simplifies it."""
+        """Record which tensors are marked in the joint graph, before Inductor simplifies the graph."""
         self._asked, self._in_forward = frozenset(t for _, t in wanted_in(graph)), frozenset()
 
     def watch(self, graph: str, half: str, recorded: RecordedHalf, run: Run) -> Run:
-        """Return ``run``, but in every n-th step what the half holds is written."""
+        """Wrap ``run``, so that the marked tensors of the half are written in every n-th step."""
         found = {tensor: node for node, tensor in wanted_in(recorded.gm.graph) if tensor not in self._in_forward}
         if half == "forward":
             self._in_forward = frozenset(found)
@@ -213,21 +213,21 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def _unscaled(x: Tensor, node: Node, controller: Controller) -> Tensor:
-    """Take off the power of two that a gradient travels with."""
+    """Divide a gradient by the power of two that it is scaled with."""
     variable = node.meta.get(CARRIED_META)
     exponent = 0 if variable is None or controller.keeper is None else controller.keeper.exps[variable]
     return x * 2.0**-exponent if exponent else x
 
 
 def _casts(graph: Graph, sites: Mapping[CountedTensor, Site | None]) -> dict[CountedTensor, Node]:
-    """Return what is stored of each forward tensor: that may be its difference from a mean, or have its signs kept."""
+    """Return the node that is stored for each forward tensor: it may have a mean subtracted, or its signs kept."""
     stored = {cast.row: cast.x for _, cast in Quantize.among(graph.nodes)}
     found = {t: stored.get(s.id) for t, s in sites.items() if s is not None and s.direction == "forward"}
     return {t: node for t, node in found.items() if node is not None and node.meta["val"].numel() == t.elements}
 
 
 class WatchedHalf:
-    """Places in a half of the tensors asked for, and what is stored of them: as inputs, as results, or inside."""
+    """The places of requested tensors and of their stored copies in a half: an input, a result, or an inner node."""
 
     def __init__(
         self, gm: GraphModule, nodes: Mapping[CountedTensor, Node], stored: Mapping[CountedTensor, Node]
@@ -241,7 +241,7 @@ class WatchedHalf:
         self._compute = _alone(gm, self._inner) if self._inner else None
 
     def before(self, args: Sequence[Any]) -> dict[Node, Tensor]:
-        """Return what enters, and what is computed from it; called before the half runs and empties ``args``."""
+        """Return wanted inputs, and inner nodes recomputed from them. Call it before the run empties ``args``."""
         found = {n: args[i].detach().clone() for n, i in self._inputs.items()}
         if self._compute is not None:
             devices = {a.get_device() for a in args if isinstance(a, Tensor) and a.is_cuda}
@@ -250,12 +250,12 @@ class WatchedHalf:
         return found
 
     def after(self, results: Sequence[Any]) -> dict[Node, Tensor]:
-        """Return what left."""
+        """Return the wanted tensors among the half's results."""
         return {n: results[i].detach() for n, i in self._results.items()}
 
 
 def _alone(gm: GraphModule, nodes: Sequence[Node]) -> GraphModule:
-    """Return a graph that computes nothing but these nodes, and writes to none of its inputs."""
+    """Return a graph that computes only these nodes, and does not modify its inputs."""
     found = copied(gm)
     by_name = {n.name: n for n in found.graph.nodes}
     found.graph.output_node().args = (tuple(by_name[n.name] for n in nodes),)
@@ -270,7 +270,7 @@ def _alone(gm: GraphModule, nodes: Sequence[Node]) -> GraphModule:
 def tensor_dump(
     settings: Settings, folder: GraphDump | None, log: EventLog, controller: Callable[[], Controller | None]
 ) -> TensorDump:
-    """Return what writes the tensors asked for. Raises `ConfigError` where there is no folder for them."""
+    """Return the watcher that writes the requested tensors. Raises `ConfigError` if there is no dump folder."""
     if folder is None:
         raise ConfigError("dump_tensors has no folder to write to; give dump='DIR' too")
     return TensorDump(settings, folder, log, controller)

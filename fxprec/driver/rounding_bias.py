@@ -1,4 +1,4 @@
-"""Measure how biased one cast of a graph is, from what went in and what was stored."""
+"""Measure the bias of one cast of a graph from its input and its stored result."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fxprec.numerics.blocks import AnyFormat, BlockFormat
 def cast_bias(
     x: Tensor, stored: Tensor, call: Quantize, fmt: AnyFormat, table: Tensor, whole: Tensor | None = None
 ) -> Bias:
-    """Measure what a cast of ``x`` to ``fmt`` stored: its codes, a carrier of them, or `block_codec.records`.
+    """Return the bias of a cast of ``x`` to ``fmt``. ``stored``: codes, a carrier of them, or `block_codec.records`.
 
-    ``table`` has the scale of the cast's row, ``whole`` is that of a tensor in blocks. ``stored`` has the shape of
-    ``x``, or that of the records.
+    ``table`` has the scale of the cast's row; ``whole`` is the tensor scale of a block format. ``stored`` has the
+    shape of ``x``, or of the records.
     """
     if isinstance(fmt, BlockFormat):
         return block_bias(x, stored, fmt, whole)

@@ -1,8 +1,8 @@
-"""The saved state of a backend: two fixed keys, whatever was compiled, and every entry type-checked.
+"""Write and read the saved state of a backend: two fixed keys, whatever was compiled, and every entry type-checked.
 
-``torch.distributed.checkpoint`` loads into the keys that are there, and a fresh backend has no graphs yet. So the
-states of all graphs are one text, which every way of saving takes: ``torch.save``, JSON, distributed checkpoints. A
-checkpoint is a file like any other, so nothing is taken before all of it is checked.
+``torch.distributed.checkpoint`` loads only into existing keys, and a fresh backend has no graphs yet. So the states of
+all graphs are one text, which ``torch.save``, JSON and distributed checkpoints can all store. A checkpoint is an
+untrusted file, so the whole state is checked before any of it is used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fxprec.plan.reading import Entry, Reader, each, fields_of, flag, integer, o
 from fxprec.runtime.controller_state import plan_of
 
 VERSION = 3
-_READABLE = (2, VERSION)  # version 2 had a list of dicts in place of the text
+_READABLE = (2, VERSION)  # version 2 had a list of dicts instead of the text
 
 GraphState = Mapping[str, Any]
 T = TypeVar("T")
@@ -29,16 +29,16 @@ Shape: TypeAlias = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Identity:
-    """What tells one graph of a model from another before it is traced: evaluation may come first after a restart."""
+    """Facts that identify a graph of a model before it is traced, as after a restart evaluation may come first."""
 
     is_training: bool
     parameters: tuple[str, ...] | None  # names in call order; None in a state of version 2
     inputs: tuple[Shape, ...] = ()
-    """Dtype and sizes of what is no parameter, in call order, -1 for a size that may vary; none in older states."""
+    """Dtype and sizes of each input that is no parameter, in call order; -1: dynamic size. Empty in older states."""
 
     @classmethod
     def of(cls, state: GraphState) -> Identity:
-        """Return which graph a saved state is of."""
+        """Return the identity of a saved state's graph."""
         found = state.get("graph")
         if found is None:
             return cls(is_of_training(plan_of(state)), None)
@@ -50,12 +50,12 @@ class Identity:
         return found | {"inputs": [list(shape) for shape in self.inputs]}
 
     def fits(self, other: Identity) -> bool:
-        """Say whether both are of graphs with the same parameters, as far as these are known, and of one kind."""
+        """Return whether both have the same parameters, if these are known, and both train or both do not."""
         known = None not in (self.parameters, other.parameters)
         return self.is_training == other.is_training and (not known or self.parameters == other.parameters)
 
     def distance(self, other: Identity) -> int:
-        """Return how far the inputs are from another graph's: 0 the same, 1 where sizes vary, 2 of other sizes."""
+        """Return how far the inputs are from another graph's: 0 equal, 1 equal but for dynamic sizes, 2 different."""
         if self.inputs == other.inputs:
             return 0
         return 1 if [*map(len, self.inputs)] == [*map(len, other.inputs)] and self._may_be(other) else 2
@@ -73,12 +73,12 @@ class SavedGraph:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan that was saved. Raises `PlanError`."""
+        """The saved plan. Raises `PlanError` if it cannot be read."""
         return plan_of(self.state)
 
     @cached_property
     def identity(self) -> Identity:
-        """The graph that was saved."""
+        """The identity of the saved graph."""
         return Identity.of(self.state)
 
 
@@ -89,10 +89,10 @@ class Waiting:
         self._saved = [SavedGraph(state) for state in states if state is not None]
 
     def fitting(self, wanted: Identity, earlier: Iterable[Identity]) -> list[SavedGraph]:
-        """Return the states that may be a graph's, the likeliest first; its plan says which one is.
+        """Return the states that may belong to a graph, the likeliest first; comparing plans decides which one does.
 
-        A training graph that none fits gets the first, whose plan says what differs. That holds for a graph not seen
-        before: one like the ``earlier`` ones is theirs, traced again.
+        If none fits a training graph, return the first training state, whose error explains the difference. This does
+        not apply to a graph like one of the ``earlier`` graphs: it is that graph traced again.
         """
         found = likeliest(wanted, self._saved, lambda saved: saved.identity)
         if found or not wanted.is_training or any(e.fits(wanted) for e in earlier):
@@ -100,12 +100,12 @@ class Waiting:
         return [saved for saved in self._saved if saved.identity.is_training][:1]
 
     def distance(self, wanted: Identity) -> int:
-        """Return the least `Identity.distance` of a state that may be a graph's: who has its sizes chooses first."""
+        """Return the least `Identity.distance` of a fitting state, 3 if none: the closest graph chooses first."""
         fitting = (saved.identity for saved in self._saved if saved.identity.fits(wanted))
         return min((identity.distance(wanted) for identity in fitting), default=3)
 
     def take(self, saved: SavedGraph) -> None:
-        """Cross off a state its graph has taken."""
+        """Remove a state that its graph has taken."""
         self._saved = [other for other in self._saved if other is not saved]
 
     @property
@@ -115,28 +115,28 @@ class Waiting:
 
     @property
     def training_plans(self) -> tuple[Plan, ...]:
-        """Plans that evaluation follows until training compiles."""
+        """Plans that evaluation follows until a training graph is compiled."""
         return tuple(saved.plan for saved in self._saved if saved.identity.is_training)
 
 
 def likeliest(wanted: Identity, given: Iterable[T], identity: Callable[[T], Identity]) -> list[T]:
-    """Return those ``given`` that fit a graph, the ones with its sizes first, else in their order."""
+    """Return the items of ``given`` that fit a graph, sorted by the distance of their inputs."""
     fitting = [x for x in given if identity(x).fits(wanted)]
     return sorted(fitting, key=lambda x: identity(x).distance(wanted))
 
 
 def is_of_training(plan: Plan) -> bool:
-    """Say whether a plan is of a graph with a backward half."""
+    """Return whether a plan belongs to a graph with a backward half."""
     return any(site.direction == "backward" for site in plan.sites)
 
 
 def packed(graphs: Sequence[GraphState | None]) -> dict[str, Any]:
-    """Return ``{"version": 3, "graphs": <JSON text>}`` from one state per graph, None where there is none yet."""
+    """Return ``{"version": 3, "graphs": <JSON text>}`` from one state per graph; a state may be None."""
     return {"version": VERSION, "graphs": json.dumps(list(graphs))}
 
 
 def unpacked(state: object) -> list[GraphState | None]:
-    """Return one state per graph of what `packed` made, or of a state of version 2. Raises `PlanError` for others."""
+    """Return one state per graph from a result of `packed`, or from a state of version 2. Raises `PlanError`."""
     if not isinstance(state, Mapping) or state.get("version") not in _READABLE:
         raise PlanError(f"this is no state of fxprec.Backend version {VERSION}; {_WAY_OUT}")
     graphs = state.get("graphs")
@@ -167,12 +167,12 @@ def _number(entry: Entry) -> float:
 
 
 def _size(entry: Entry) -> object:
-    """Read a dtype's name, a size, or -1 for a size that may vary."""
+    """Read a dtype's name, a size, or -1 for a dynamic size."""
     return entry.value if isinstance(entry.value, str) or entry.value == -1 else _count(entry)
 
 
 def _rows(read: Reader) -> Reader:
-    """Return what reads an object whose keys are rows of the table, as JSON has them."""
+    """Return a reader of a JSON object whose keys are rows of the scale table, as decimal text."""
 
     def read_all(entry: Entry) -> None:
         for key in entry.mapping():
@@ -189,7 +189,7 @@ def _statistics(number: Reader) -> Reader:
 
 
 def _scales(entry: Entry) -> None:
-    """Read the scales of each cast, or of a loss, which has a counter that they lack."""
+    """Read the scales of single casts, or a loss scale, which has the additional counter "good_steps"."""
     of_loss = isinstance(entry.value, Mapping) and "good_steps" in entry.value
     fields_of(_SCALES, _SCALES.keys() - (_OF_LOSS if of_loss else _OF_EACH))(entry)
 

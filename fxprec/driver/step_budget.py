@@ -1,4 +1,4 @@
-"""One budget for a whole step: it bounds weights, optimizer states and the peak of the graph together."""
+"""Bound weights, optimizer states and the peak of the graph together by one budget for a whole step."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from fxprec.runtime.optim.rule import STATES, States
 
 @dataclass(frozen=True)
 class StepBudget:
-    """What is there throughout a step of one graph, of the bytes asked for."""
+    """A budget for one graph's step, and the bytes that stay in memory throughout the step."""
 
     asked: int
     weights: int
-    """Bytes of the graph's parameters and buffers, and of what else the optimizers hold."""
+    """Bytes of the graph's parameters and buffers, and of all other parameters of the optimizers."""
     states: int
-    """Bytes that the optimizer's states take from the first step on."""
+    """Bytes of the optimizers' states from the first step on."""
     gradients: int
     """Bytes of gradients that the optimizers sum in bfloat16, from the first backward on."""
     states_in_fewer: Mapping[States, int]
-    """Bytes that they would take in forms of few bits."""
+    """Bytes that all states would take in each form of few bits."""
     has_wide_weights: bool
-    """Whether the optimizer has parameters of more than 16 bits an element."""
+    """Whether the optimizers have parameters of more than 16 bits per element."""
     chosen: States | None = None
-    """The form of states that the optimizer leaves open; None: it leaves none open."""
+    """The form chosen for optimizer states with states='auto'; None if there are none."""
 
     @classmethod
     def of(cls, asked: int, optimizers: AllOptimizers, inputs: Sequence[GraphInput], args: Sequence[object]) -> Self:
-        """Count the memory of tensors and of this rank's shards once; what they leave open is not chosen."""
+        """Count the bytes of tensors, or of this rank's shards, once per storage. Open states are not chosen yet."""
         kept = [arg for known, arg in zip(inputs, args, strict=False) if known.kind in ("param", "buffer")]
         held = [param for group in optimizers.param_groups for param in group["params"]]
         tensors = [local(x) for x in (*kept, *held) if isinstance(x, torch.Tensor)]
@@ -48,9 +48,9 @@ class StepBudget:
         return cls(asked, weights, optimizers.state_bytes(), optimizers.gradient_bytes(), fewer, wide)
 
     def first_that_fits(self, optimizers: AllOptimizers, compile_within: Callable[[Self], None]) -> None:
-        """Call for each form of open states, the exact one first, until the step fits; the optimizers take that form.
+        """Compile with each form of open states, the exact form first, until the step fits; fix the optimizers' form.
 
-        Raises the `BudgetError` of the smallest form where none fits.
+        Raises the `BudgetError` of the smallest form if none fits.
         """
         forms: Sequence[States | None] = STATES if optimizers.has_open_states else (None,)
         for form in forms:
@@ -66,7 +66,7 @@ class StepBudget:
                 return
 
     def _compile(self, compile_within: Callable[[Self], None], *, is_last: bool) -> None:
-        """Compile within what is left. Where that is nothing the last form looks for what would do, in one byte."""
+        """Compile within the bytes left. If none are left, the last form compiles within 1 byte to learn its need."""
         nothing = BudgetError(f"{self.said()}, and nothing is left for the step; raise it")
         if self.left <= 0 and not is_last:
             raise nothing
@@ -80,22 +80,22 @@ class StepBudget:
             whole = BudgetError(f"{self.said()}; beside them {error.found}; {ways}")
             whole.enough = enough
             raise whole from None
-        if self.left <= 0:  # a plan that was given goes before any budget
+        if self.left <= 0:  # reached with a given plan, which compiles whatever the budget
             raise nothing
 
     @property
     def throughout(self) -> int:
-        """Bytes that are there throughout the step."""
+        """Bytes that stay in memory throughout the step."""
         return self.weights + self.states + self.gradients
 
     @property
     def left(self) -> int:
-        """Bytes that the rest of the step may hold: activations, other gradients, temporaries."""
+        """Bytes left for the rest of the step: activations, other gradients, temporaries."""
         return self.asked - self.throughout
 
     @property
     def for_plan(self) -> WholeStep:
-        """The shares of the whole step, in bytes, as plan files keep them."""
+        """The bytes of each part of the step, as plan files store them."""
         return WholeStep(
             budget=self.asked,
             weights=self.weights,
@@ -105,14 +105,14 @@ class StepBudget:
         )
 
     def said(self) -> str:
-        """Say what is there throughout the step."""
+        """Return a text with the budget and the bytes that stay in memory throughout the step."""
         states = f"optimizer states {readable(self.states)}"
         states += f" in {self.chosen} (states='auto')" if self.chosen else ""
         states += f", gradients in bf16 {readable(self.gradients)}" if self.gradients else ""
         return f"step_budget is {readable(self.asked)}; weights take {readable(self.weights)}, {states}"
 
     def _fewer(self) -> Iterator[str]:
-        """Yield the ways to hold weights and states in fewer bytes."""
+        """Yield options, as text, that keep weights and states in fewer bytes."""
         fewer = [f"{form!r}, which take {readable(n)}" for form, n in self.states_in_fewer.items() if n < self.states]
         if fewer:
             yield f"give the optimizer states={', or '.join(fewer)}"
@@ -121,7 +121,7 @@ class StepBudget:
 
 
 def refuse_beside(optimizer: object, peak_budget: object) -> None:
-    """Raise `ConfigError` where a step budget lacks an optimizer, or has a second budget beside it."""
+    """Raise `ConfigError` if a step budget has no optimizer, or a peak budget beside it."""
     if optimizer is None:
         raise ConfigError(
             "step_budget counts weights and optimizer states, and no optimizer is given; give option optimizer too, or "

@@ -1,4 +1,4 @@
-"""What Dynamo leaves to Python, or cuts in pieces: told by the backend of the model concerned."""
+"""Warn, through a model's backend, of code that Dynamo leaves uncompiled, and note graph breaks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Frames:
-    """What Dynamo does with the frames of one model, and where its backend tells it."""
+    """The log for uncompiled frames and graph breaks of one model, and its count of compilations."""
 
     log: EventLog
     step: Callable[[], int]
     compilations: compat.Compilations = field(default_factory=compat.Compilations)
 
     def tell(self, code: str, detail: str) -> None:
-        """Warn that ``code`` does not run as asked. Under ``strict`` that is an error."""
+        """Warn that ``code`` does not run compiled. Raises `FallbackError` through Dynamo under ``strict``."""
         try:
             self.log.tell(code, detail, step=self.step())
         except FxprecError as error:
@@ -42,36 +42,36 @@ class Frames:
 
 
 class Watched:
-    """What ``torch.compile`` is given as a backend of ours: a `Backend`, or a name that stands for one a wrapper."""
+    """Base of the backends that ``torch.compile`` gets: a `Backend`, or a name with one `Backend` per wrapper."""
 
     def backend_of(self, wrapper: object) -> Backend:
-        """Return the backend that a ``torch.compile`` wrapper calls. Raises what is wrong with its options."""
+        """Return the backend that a ``torch.compile`` wrapper calls. Raises `ConfigError` for wrong options."""
         raise NotImplementedError
 
 
 def called_by(wrapper: object) -> Backend | None:
-    """Return the backend that a ``torch.compile`` wrapper calls, or None where that is none of ours."""
+    """Return the backend that a ``torch.compile`` wrapper calls, or None if it is not one of fxprec's."""
     function = getattr(wrapper, "compiler_fn", wrapper)
     return function.backend_of(wrapper) if isinstance(function, Watched) else None
 
 
 class Watch:
-    """Watches Dynamo, whose functions it replaces, as long as one of our backends lives."""
+    """Patches of Dynamo's functions that report uncompiled code, in force while one of fxprec's backends lives."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a backend may die while another is made
+        self._lock = threading.RLock()  # a backend may be freed while another is constructed
         self._patches, self._watched = ExitStack(), 0
         self._is_on = False
 
     def begin(self) -> None:
-        """Watch from now on, until the last backend that is kept dies."""
+        """Install the patches, until the last backend passed to `keep` is freed."""
         with self._lock:
             if not self._is_on:
                 self._is_on = True
                 _replace(self._patches)
 
     def keep(self, backend: object) -> None:
-        """Watch as long as a backend lives."""
+        """Keep the patches installed while ``backend`` lives."""
         with self._lock:
             self._watched += 1
             weakref.finalize(backend, self._drop).atexit = False
@@ -83,7 +83,7 @@ class Watch:
             if not self._watched and self._is_on:
                 self._is_on = False
                 self._patches.close()
-                compat.forget_name("fxprec")  # so that torch asks for it, and we watch, when it is named again
+                compat.forget_name("fxprec")  # torch looks the name up again at its next use, which calls `begin`
 
 
 WATCH = Watch()
@@ -93,7 +93,7 @@ def _replace(patches: ExitStack) -> None:
     def known(wrapper: object) -> Frames | None:
         try:
             backend = called_by(wrapper)
-        except FxprecError:  # the compilation of a graph says so
+        except FxprecError:  # the compilation of a graph raises it
             return None
         return None if backend is None else backend.frames
 
@@ -111,7 +111,7 @@ def _replace(patches: ExitStack) -> None:
 
     def tell_of_frame(wrapper: object, code: str, owner: object, reason: str) -> None:
         if isinstance(owner, Module) and not _is_made(owner):
-            return  # the constructor of a module that forward makes: it computes nothing of the step
+            return  # the constructor of a module that forward creates; it computes nothing of the step
         tell(wrapper, code, f"runs uncompiled, in the model's own precision{_left_out(owner)}: {reason}. {_MEND}")
 
     def note_break(wrapper: object, code: str, owner: object, reason: str, called: Called) -> None:
@@ -146,14 +146,14 @@ _MEND = (
 
 
 def _left_out(owner: object) -> str:
-    """Name torch's own modules that an uncompiled method calls: Dynamo compiles no frame of torch's code."""
+    """Name torch's own modules that an uncompiled method calls: Dynamo does not compile frames of torch's code."""
     children = owner.named_children() if isinstance(owner, Module) else ()
     theirs = [found for name, child in children for found in _torchs_own(child, name)]
     return f", with {', '.join(theirs)}" if theirs else ""
 
 
 def _left_behind(owner: object, called: Called) -> str:
-    """Name what a graph break leaves uncompiled; empty where all that is called is compiled by itself."""
+    """Name the modules that a graph break leaves uncompiled; empty if all called code is compiled by itself."""
     named = owner.named_modules() if isinstance(owner, Module) and _is_made(owner) else ()
     names = {module: name for name, module in named}
     if called.with_all_inside:
@@ -163,7 +163,7 @@ def _left_behind(owner: object, called: Called) -> str:
 
 
 def _is_made(module: Module) -> bool:
-    """Whether ``Module.__init__`` has run: before that a module has no children to ask for."""
+    """Return whether ``Module.__init__`` has run: before that, a module has no dictionary of children."""
     return "_modules" in vars(module)
 
 
@@ -174,12 +174,12 @@ def _torchs_own(module: Module, name: str) -> Iterator[str]:
     if isinstance(module, Sequential | ModuleList | ModuleDict):
         for key, child in module.named_children():
             yield from _torchs_own(child, f"{name}.{key}" if name else key)
-    elif not isinstance(module, Embedding) and any(True for _ in module.parameters()):  # it saves indices alone
+    elif not isinstance(module, Embedding) and any(True for _ in module.parameters()):  # embeddings save only indices
         yield name or type(module).__name__
 
 
 def _runs_torchs_code(module: Module) -> bool:
-    """Whether the user wrote no ``forward``, nor asked with `torch.compiler.disable` that it be left alone."""
+    """Return whether ``forward`` is torch's own code, and is not disabled by `torch.compiler.disable`."""
     forward = module.forward
     is_left_alone = getattr(forward, "_torchdynamo_disable", False)
     return not is_left_alone and getattr(forward, "__module__", "").startswith("torch.nn.modules.")  # not DDP's

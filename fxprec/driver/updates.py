@@ -1,4 +1,4 @@
-"""Which parameters of a captured graph the backward half may step, for option ``optimizer``."""
+"""Choose the parameters of a captured graph that the backward half may step, for option ``optimizer``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fxprec.runtime.optim.stepper import Stepper
 
 
 def steppers_of(optimizer: object) -> Sequence[Stepper]:
-    """Return the optimizer given, or those of a list. Raises `ConfigError` for one of another class, and for none."""
+    """Return the given optimizer, or those of a list. Raises `ConfigError` for another class or an empty list."""
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     found = [one for one in given if isinstance(one, Stepper)]
     if not found or len(found) < len(given):
@@ -37,7 +37,7 @@ def steppers_of(optimizer: object) -> Sequence[Stepper]:
 
 @dataclass(frozen=True)
 class Updates:
-    """What backward steps of one graph's parameters, by position among the graph's inputs."""
+    """The parameters of one graph that backward steps, by position among the graph's inputs."""
 
     binding: InBackward
     stepped: dict[int, Parameter]
@@ -53,7 +53,7 @@ class Updates:
         *,
         plans_only: bool = False,
     ) -> Updates:
-        """Choose the parameters that backward may step; tell of the others, a line for each reason.
+        """Choose the parameters that backward may step; warn of the others, one line per reason.
 
         With ``plans_only`` nothing runs, and parameters may be fake.
         """
@@ -87,7 +87,7 @@ class Updates:
 
     @property
     def workspaces(self) -> dict[int, int]:
-        """Bytes that the step of each parameter takes meanwhile, by position."""
+        """Bytes of temporary memory that the step of each parameter needs, by position among the graph's inputs."""
         optimizers = self.binding.optimizers
         return {
             at: 0 if optimizers.sums_gradients(parameter) else optimizers.holder_of(parameter).workspace_of(parameter)
@@ -95,7 +95,7 @@ class Updates:
         }
 
     def saw_forward(self, results: Any) -> None:
-        """Count a forward, and look at its backward before it runs."""
+        """Count a forward, and add hooks that check the parameters before its backward runs."""
         parameters = list(self.stepped.values())
         self.binding.saw_forward(parameters)
         for result in results if isinstance(results, list | tuple) else [results]:
@@ -103,7 +103,7 @@ class Updates:
                 compat.on_gradient(result, _before(self.binding, parameters))
 
     def around(self, run: Run) -> Run:
-        """Return the backward half ``run``, whose updates go to the optimizer."""
+        """Wrap the backward half ``run``, so that its updates go to the optimizer."""
 
         def call(args: list[Any]) -> Any:
             with stepping(self.binding):
@@ -132,7 +132,7 @@ def _before(binding: InBackward, parameters: Sequence[Parameter]) -> Any:
 
 
 def _why_none(settings: Settings, args: Sequence[Any]) -> str | None:
-    """Say why no parameter may be stepped in backward, or None."""
+    """Return why no parameter may be stepped in backward, or None."""
     asked, scaling = settings.asked, settings.grad_scaling
     if isinstance(scaling, LossScaling) and scaling.dynamic:
         return "grad_scaling='dynamic' may skip the step once all gradients are there"
@@ -150,12 +150,12 @@ def _is_fake(arg: torch.Tensor) -> bool:
 
 
 def _place(arg: torch.Tensor) -> tuple[int, int]:
-    """Return where a parameter's memory begins; of a fake one, in which storage."""
+    """Return the address of a parameter's memory, or storage and offset of a fake parameter."""
     return (arg.untyped_storage()._cdata, int(arg.storage_offset())) if _is_fake(arg) else (arg.data_ptr(), 0)
 
 
 def _why_held(arg: torch.Tensor, optimizers: AllOptimizers, places: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """Yield why one parameter may not be stepped in backward."""
+    """Yield the reasons why one parameter may not be stepped in backward."""
     if not isinstance(arg, Parameter) or isinstance(arg, DTensor) or not arg.is_leaf:
         yield "it is no plain parameter"
         return

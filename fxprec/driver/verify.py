@@ -1,7 +1,7 @@
-"""The first run of a lowered graph beside the reference (``verify=True``): each kernel's first output is compared.
+"""Compare each kernel's output with the reference in the first run of a lowered graph (``verify=True``).
 
-The lowered graph is run node by node. A kernel gets the values the reference computed, and the nodes behind it get
-the reference's result, so one wrong kernel is one fault, and what is returned is right in any case.
+The lowered graph runs node by node. Each kernel gets the reference's values as input, and later nodes get the
+reference's result. So one wrong kernel is one fault, and the returned results are correct in any case.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Fault:
-    """A kernel whose first output is not the reference's."""
+    """A kernel whose output differs from the reference, or that does not run."""
 
     kernel: str
     reason: str
     multiplies: bool = False
-    """Whether it is a GEMM."""
+    """Whether the kernel is a GEMM."""
 
 
 def checked_run(
     lowered_gm: GraphModule, plain: GraphModule, lowered: Lowered, args: Sequence[Any]
 ) -> tuple[list[Any], list[Fault]]:
-    """Run a half's kernels beside plain torch; return the right results, and faults.
+    """Run a half's kernels and plain torch; return the reference's results, and the faults.
 
-    ``plain`` is the graph before lowering. ``args`` are written where the graph writes to its inputs, as in any run.
+    ``plain`` is the graph before lowering. If the graph writes to its inputs, ``args`` are modified, as in any run.
     """
     num_outputs = len(results_of(plain.graph))
     with torch.no_grad(), np.errstate(all="ignore"):
@@ -75,7 +75,7 @@ def checked_run(
 
 
 def is_compared(lowered_gm: GraphModule) -> bool:
-    """Say whether a lowered graph calls a kernel of ours; casts inside Inductor's loops are none."""
+    """Return whether a lowered graph calls a kernel of fxprec; casts inside Inductor's loops do not count."""
     known = {compat.TritonCalls.target, *REFERENCES, *CPU_REFERENCES}
     return any(node.target in known for node in lowered_gm.graph.nodes)
 
@@ -85,7 +85,7 @@ def _copied(value: object) -> Any:
 
 
 class _Reference(Interpreter):
-    """Runs the symbolic graph; keeps what kernels write, and the statistics of the rows they count."""
+    """An interpreter of the symbolic graph that keeps the values of kernels' outputs, and the counts of their rows."""
 
     def __init__(self, plain: GraphModule, lowered: Lowered) -> None:
         rows, nodes = watch(plain, lowered.generated.watched)
@@ -109,12 +109,12 @@ class _Reference(Interpreter):
 
     @property
     def statistics(self) -> torch.Tensor | None:
-        """Rows of counts, flat, in the order of the kernels' own, None where they count nothing."""
+        """Rows of counts, flat, in the order in which the kernels count; None if they count nothing."""
         return torch.cat([self.by_row[row] for row in self.order]) if self.order else None
 
 
 class _Checker(Interpreter):
-    """Runs the lowered graph; each kernel's results become the reference's once they are compared."""
+    """An interpreter of the lowered graph that compares each kernel's results, then continues with the reference's."""
 
     def __init__(self, gm: GraphModule, kernels: Sequence[Kernel], wanted: _Reference | None) -> None:
         super().__init__(gm)
@@ -130,7 +130,7 @@ class _Checker(Interpreter):
         reference = REFERENCES.get(n.target)
         if reference is not None:
             return self._run_call(n, reference)
-        if n.target is aten.view.default:  # strides are not those traced
+        if n.target is aten.view.default:  # strides may differ from those traced, so a view may need a copy
             args, _ = self.fetch_args_kwargs_from_env(n)
             return args[0].reshape(args[1])
         return super().run_node(n)
@@ -141,7 +141,7 @@ class _Checker(Interpreter):
         expected = {a.name: self.wanted.values[a.origin].view(a.dtype) for a in kernel.outputs}
         try:
             found = super().run_node(n)
-        except Exception as error:  # whatever the compiler or the interpreter says of the source
+        except Exception as error:  # the compiler or the interpreter may raise anything
             self.faults.append(Fault(kernel.name, f"it does not run: {in_one_line(error)}"))
             counters = self.fetch_args_kwargs_from_env(n)[1]["kwargs"].get("counters")
             return expected | {"counters": counters}
@@ -188,7 +188,7 @@ class _Checker(Interpreter):
         return found
 
     def compare_statistics(self, wanted: torch.Tensor, found: torch.Tensor, lowered: Lowered) -> None:
-        """Compare the rows that generated kernels count for, the first of those found."""
+        """Compare the rows that generated kernels count; they are the first rows of ``found``."""
         owner = {row: kernel.name for kernel in lowered.generated.kernels for row in kernel.watched}
         rows = found[: wanted.numel()].view(-1, WIDTH)
         differ = statistics_differ(rows, wanted.view(-1, WIDTH)).tolist()
@@ -197,7 +197,7 @@ class _Checker(Interpreter):
                 self.faults.append(Fault(owner[row], f"its statistics of row {row} are not the reference's"))
 
 
-# The kernels of a CPU, some of which write over what they read.
+# The kernels of a CPU, some of which overwrite their input.
 
 _Compared = list[tuple[str, torch.Tensor, torch.Tensor]]
 

@@ -1,4 +1,4 @@
-"""What each kernel of a GPU's lowered graph has to return: plain torch on the same arguments, and how near."""
+"""Compute what each kernel of a GPU's lowered graph should return, with plain torch, and compare within tolerances."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from fxprec.runtime.gemm.reference_ops import numbers, transposed
 
 aten = torch.ops.aten
 MAX_DIFFERING = 0.02
-"""Share of a tensor's codes that may be a neighbour of the reference's, where a kernel sums rows or takes exp."""
+"""Share of a tensor's codes that may be neighbours of the reference's, for kernels that sum rows or compute exp."""
 TOLERANCE = 2e-5
-"""Relative to the tensor's largest magnitude: float32 sums of 8192 numbers in another order. What cancels is off by as
-much, however small it is."""
+"""Error bound relative to the tensor's largest magnitude, for float32 sums of 8192 numbers in another order. A sum that
+cancels to a small number has an error as large as any other."""
 GENERATED_GEMM, NATIVE_GEMM = 1e-4, 4e-3
-"""Relative to the sum of the products' magnitudes. Tensor cores add products of 8-bit floats in fewer bits."""
+"""Bounds relative to the sum of the products' magnitudes. Tensor cores add products of 8-bit floats in fewer bits."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A kernel's result as it should be, and what is wrong with the one found."""
+    """The correct result of a kernel call, and why the kernel's result is wrong, or None."""
 
     wanted: object
     reason: str | None
@@ -43,7 +43,7 @@ Reference = Callable[..., Checked]
 def difference(
     found: torch.Tensor, wanted: torch.Tensor, name: str, *, exact: bool, code_bits: int | None = None
 ) -> str | None:
-    """Say how two results differ beyond what is allowed, or None. Codes have ``code_bits``, the first their sign."""
+    """Return how two results differ beyond the tolerance, or None. Codes have ``code_bits`` bits, the sign first."""
     if exact:
         same = (_bits(found) == _bits(wanted)) | (_is_nan(found) & _is_nan(wanted))
         count = int((~same).sum())
@@ -67,7 +67,7 @@ def difference(
 
 
 def _place(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return where a code stands among the numbers: that of the least above 0 is 1, of 0 and -0 it is 0."""
+    """Return the rank of each code among the format's numbers: 0 for 0 and -0, 1 for the least positive number."""
     sign = 1 << (bits - 1)
     magnitude = codes & (sign - 1)
     return torch.where(codes & sign != 0, -magnitude, magnitude)
@@ -83,9 +83,9 @@ def _is_nan(x: torch.Tensor) -> torch.Tensor:
 
 
 def statistics_differ(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Say of each row of counts (n, `WIDTH`) whether it differs, (n,) bool.
+    """Return for each row of counts (n, `WIDTH`) whether it differs, (n,) bool.
 
-    Ratios and largest magnitudes must agree to the last bit; moments are sums in another order.
+    Ratios and largest magnitudes must agree to the last bit. Moments have a tolerance, as their sums are reordered.
     """
     mine, theirs = (
         torch.tensor(finish(rows.cpu()), dtype=torch.float64, device="cpu").view(-1, 7) for rows in (found, wanted)
@@ -120,7 +120,7 @@ def _quantize_transpose(found: Sequence[torch.Tensor], *args: object) -> Checked
 
 
 def _counts_of(x: torch.Tensor, table: torch.Tensor, row: int, format: str, *, moments: bool = True) -> torch.Tensor:
-    """Return a row of `Counts` of float32 ``x``, with moments where the table asks for them."""
+    """Return a row of `Counts` of float32 ``x``, with moments if the table says that the row is measured."""
     scale, carried, measured = (int(table[row, column]) for column in (0, symbolic.CARRIED, symbolic.MEASURE))
     stored = x * 2.0**scale
     over, under, amax, elements = (float(n) for n in stats.count(x, stored, format_row(parse(format))))
@@ -131,7 +131,7 @@ def _counts_of(x: torch.Tensor, table: torch.Tensor, row: int, format: str, *, m
 
 
 def _striped(counts: torch.Tensor) -> torch.Tensor:
-    """Return striped counters (`SITE_COUNTERS`,) that amount to a row of `Counts`."""
+    """Return striped counters (`SITE_COUNTERS`,) whose sums are a row of `Counts`."""
     c = Counts(*counts.tolist())
     table = torch.zeros(STRIPES + 1, COLUMNS, dtype=torch.int32, device="cpu")
     first, facts = table[0], table[STRIPES]
@@ -145,7 +145,7 @@ def _striped(counts: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Product:
-    """A product in float32, before it is rounded, and by how much each element may be off."""
+    """A float32 matrix product before rounding, and the error bound of each element."""
 
     value: torch.Tensor
     limit: torch.Tensor
@@ -154,7 +154,7 @@ class _Product:
     def of(
         cls, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, tolerance: float
     ) -> _Product:
-        """Multiply numbers; ``dtype`` is what the kernel rounds the product to."""
+        """Multiply ``a`` and ``b``. ``dtype``: the dtype that the kernel rounds the product to."""
         value, size = a @ b, a.abs() @ b.abs()
         if bias is not None:
             value, size = value + bias.to(torch.float32), size + bias.to(torch.float32).abs()
@@ -181,7 +181,7 @@ def _matmul_codes(found: torch.Tensor, *args: object) -> Checked:
 
 
 def _matmul_to_codes(found: Sequence[torch.Tensor], *args: object) -> Checked:
-    """Codes lie between those of the least and the largest product that another order of the sum may give."""
+    """Check that codes lie between those of the smallest and the largest product that a reordered sum may give."""
     call = coded_gemms.MatmulToCodes.with_tensors(*args)
     product = _coded_product(call)
     rounded = product.value.to(call.dtype).to(torch.float32)
@@ -240,7 +240,7 @@ def _wrong_rows(found: torch.Tensor, wanted: torch.Tensor, rows: Sequence[int]) 
 
 
 def _exact(made: Callable[..., torch.Tensor], what: str) -> Reference:
-    """Return the comparison, bit by bit, of a kernel that returns one tensor, which ``made`` makes of its arguments."""
+    """Return a bitwise check for a kernel that returns one tensor; ``made`` computes the reference."""
 
     def check(found: torch.Tensor, *args: object) -> Checked:
         wanted = made(*args)
@@ -260,12 +260,12 @@ REFERENCES: Mapping[object, Reference] = {
     casts.StoreBlocks.target: _exact(block_codec.stored, "its records"),
     casts.LoadBlocks.target: _exact(block_codec.loaded, "its values"),
 }
-"""References of kernels that only return: called with what was found and the call's arguments."""
+"""Checks of kernels that do not overwrite inputs; called with the kernel's result and the call's arguments."""
 GEMMS = (coded_gemms.MATMUL_CODES, coded_gemms.MatmulToCodes.target, aten._scaled_mm.default)
 
 
 def name_of(node: Node, args: Sequence[Any]) -> str:
-    """Return what messages and `lower` call the kernel of a call in `REFERENCES`."""
+    """Return the name of a call's kernel in messages and in `lower`, for a call in `REFERENCES`."""
     kernel = coded_gemms.kernel_called(node)
     if kernel is not None:
         return kernel.name

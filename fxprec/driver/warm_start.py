@@ -1,6 +1,6 @@
-"""A second process takes a graph's code, plan and promotions from AOTAutograd's cache: no tracing, no planning.
+"""Store a graph's code, plan and promotions in AOTAutograd's cache, so that a second process neither traces nor plans.
 
-What is stored is a function of the key alone: all that a plan follows is part of it, the sources of fxprec too.
+The stored value depends on the key alone: the key covers everything that a plan depends on, fxprec's sources too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fxprec.plan.files import dumps
 
 @dataclass(frozen=True)
 class KnownHalf:
-    """What it takes to run a half whose code is there, as plain data."""
+    """Plain data that is stored beside the code of a half, so that a process can run the half."""
 
     name: str
     """``"forward"`` or ``"backward"``."""
@@ -38,17 +38,17 @@ class KnownHalf:
     num_outputs: int
     """Number of the half's own outputs, which come before the statistics that are appended."""
     said: tuple[Said, ...]
-    """Events so far: said again by each process that takes the code."""
+    """Events of the compilation; each process that takes the code from the cache repeats the events."""
     donated: tuple[int, ...]
-    """Inputs that its code may write over."""
+    """Positions of the inputs that the code may overwrite."""
     graph: Compiled
-    """As far as it was known then: backward's knows how both were lowered."""
+    """The graph as known when the half was compiled; the backward half's says how both halves were lowered."""
 
 
 def plan_key(
     settings: Settings, captured: Captured, given: Plan | None, trained: Sequence[Plan], more: Sequence[object]
 ) -> str:
-    """Return a hash of what a plan follows beside the graph's code: torch's own key has that."""
+    """Return a hash of everything that a plan depends on besides the graph's code, which torch's own key covers."""
     key = hashlib.sha256(sources().encode())
     facts = (
         settings.asked.to_dict() | {"storage": settings.storage},
@@ -69,28 +69,28 @@ def _text(fact: object) -> str:
 
 
 def machine(device: torch.device) -> str:
-    """Return what a plan or its code may depend on and torch's key leaves out."""
+    """Return facts of the machine that a plan or its code may depend on and that torch's key leaves out."""
     gpu = _kind_of_gpu(device) if device.type == "cuda" else ()
     versions = (platform.python_version(), np.__version__, str(Processor.here()))
     return " ".join((*versions, platform.machine(), *gpu))
 
 
 def _kind_of_gpu(device: torch.device) -> tuple[str, ...]:
-    """Return what equal GPUs share: torch's own text of a GPU has its serial number and its place on the bus."""
+    """Return facts that equal GPUs share. torch's own text of a GPU includes its serial number and bus address."""
     found = torch.cuda.get_device_properties(device)
     return (found.name, *map(str, (found.major, found.minor, found.total_memory, found.multi_processor_count)))
 
 
 @cache
 def sources() -> str:
-    """Return a hash of every source file of fxprec: a changed one gets no code of its predecessor."""
+    """Return a hash of every source file of fxprec, so that changed sources do not get old code from the cache."""
     folders = (Path(compat.__file__).parents[1], *(Path(p) for package in (passes, runtime) for p in package.__path__))
     return _hash_of(path for folder in folders for path in _files(folder))
 
 
 @cache
 def codegen_sources() -> str:
-    """Return a hash of what decides, beside a lowered graph, which code Inductor makes of it."""
+    """Return a hash of the source files that affect which code Inductor generates for a lowered graph."""
     return _hash_of(
         [
             *_files(Path(compat.__file__).parent),
@@ -101,7 +101,7 @@ def codegen_sources() -> str:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Iterate over what was written by hand: another process may be writing bytecode, under names that pass."""
+    """Iterate over source files. Bytecode is left out: another process may be writing it under temporary names."""
     return (path for path in folder.rglob("*") if path.parent.name != "__pycache__" and path.is_file())
 
 
@@ -113,7 +113,7 @@ def _hash_of(paths: Iterable[Path]) -> str:
 
 
 def say_again(log: EventLog, said: Sequence[Said], step: int) -> None:
-    """Tell what was told, and note what was noted, when the code was compiled. Raises `FallbackError` as then."""
+    """Repeat the warnings and events of the compilation. Raises `FallbackError` under ``strict``, as compiling does."""
     for kind, site, detail in said:
         if kind == "fallback":
             log.tell(site, detail, step=step)

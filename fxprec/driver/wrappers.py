@@ -1,4 +1,4 @@
-"""What runs around the code of a half: profiler ranges, errors of kernels that cannot start, statistics."""
+"""Wrap the code of a half: profiler ranges, errors of kernels that cannot start, statistics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Run = Callable[..., Any]
 
 
 def with_stats(run: Run, lowered: Lowered, num_outputs: int, queue: StatsQueue) -> Run:
-    """Return ``run``, but what lowering appended to its results goes to the queue."""
+    """Wrap ``run``, so that the statistics that lowering appended to its results go to the queue."""
     if not lowered.all_rows:
         return run
     compat.trim_output_strides(num_outputs)
@@ -41,12 +41,12 @@ def with_stats(run: Run, lowered: Lowered, num_outputs: int, queue: StatsQueue) 
 
 
 def entered(run: Run, lowered: Lowered, donated: Collection[int], controller: Callable[[], Controller | None]) -> Run:
-    """Return ``run`` as autograd calls it: outside of what watches it and records the inputs of its code."""
+    """Add the outermost wrappers, which must see a half's arguments before watchers and recorders do."""
     return retained(_begun(run, lowered.incoming, controller), donated)
 
 
 def _begun(run: Run, incoming: Incoming | None, controller: Callable[[], Controller | None]) -> Run:
-    """Return ``run``, a backward half, but in its first call the gradients that come in choose the scales."""
+    """Wrap a backward half, so that the incoming gradients choose the scales in its first call."""
     if incoming is None:
         return run
 
@@ -60,7 +60,7 @@ def _begun(run: Run, incoming: Incoming | None, controller: Callable[[], Control
 
 
 def retained(run: Run, donated: Collection[int]) -> Run:
-    """Return ``run``, a backward half that may write over its ``donated`` inputs, but not where they are read again."""
+    """Wrap a backward half, which may overwrite its ``donated`` inputs: copy them first if the graph is retained."""
     if not donated:
         return run
 
@@ -74,9 +74,9 @@ def retained(run: Run, donated: Collection[int]) -> Run:
 
 
 def named_launches(run: Run, kernels: Collection[str], half: str) -> Run:
-    """Return ``run``, whose ``kernels`` raise a `LoweringError` that names them where they cannot start.
+    """Wrap ``run``, so that ``kernels`` that cannot start raise a `LoweringError` with their names.
 
-    The step is not run again without the kernel: what ran before it may have written to the model's buffers.
+    The step is not repeated without the kernel, because earlier kernels may have written to the model's buffers.
     """
     if not kernels:
         return run
@@ -99,7 +99,7 @@ def named_launches(run: Run, kernels: Collection[str], half: str) -> Run:
 
 
 def ranged(run: Run, graph: str, half: str) -> Run:
-    """Return ``run`` in a range ``fxprec graph 0 forward`` while a profiler is on; else it is called as it is."""
+    """Wrap ``run`` in a profiler range such as ``fxprec graph 0 forward``, used only while a profiler is on."""
 
     def call(args: list[Any]) -> Any:
         if not compat.is_profiling():
