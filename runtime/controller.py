@@ -1,6 +1,6 @@
-"""The controller of one compiled graph: acts on statistics a fixed number of steps late.
+"""Control one compiled graph's precision: promote tensors, move scales and record events.
 
-It promotes, rescales and records events. It knows sites and numbers, no FX.
+The controller acts on statistics a fixed number of steps late. It knows sites and numbers, no FX.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Controller:
     copies: CopyScales | None = None  # None where no stored copy has a scale
     told: RunEvents = field(default_factory=RunEvents)
     queue: StatsQueue = field(default_factory=StatsQueue)
-    nonfinite: Nonfinite | None = None  # None where nobody wants to know which tensor was first
-    latest: dict[int, SiteStats] = field(default_factory=dict)  # that were acted on, by row
-    latest_step: int = 0  # that they are of
-    _refused: frozenset[int] = frozenset()  # sites whose promotion could not be made real
-    _held: Mapping[int, str] = field(default_factory=dict)  # other formats than the plan's, by site
+    nonfinite: Nonfinite | None = None  # None: nobody asks which tensor left its range first
+    latest: dict[int, SiteStats] = field(default_factory=dict)  # statistics acted on last, by row
+    latest_step: int = 0  # step of the latest statistics
+    _refused: frozenset[int] = frozenset()  # sites never promoted again, because compiling with the promotion failed
+    _held: Mapping[int, str] = field(default_factory=dict)  # formats in force instead of the plan's, by site
     departures: list[Departure] = field(default_factory=list)
-    """The tensor that left its range first, each time that an inf or a NaN came."""
-    _told_of: int | None = None  # site whose inf or NaN the latest statistics had
+    """The tensor that left its range first, one entry each time that an inf or a NaN appears."""
+    _told_of: int | None = None  # first site that stored an inf or a NaN as a number in the latest statistics
 
     def __post_init__(self) -> None:
         self._table = ScaleTable(self.device)
@@ -79,28 +79,28 @@ class Controller:
 
     @property
     def events(self) -> list[Event]:
-        """Return what was told of, oldest first."""
+        """Return the recorded events, oldest first."""
         return self.told.events
 
     @property
     def scales(self) -> ScaleGraph | None:
-        """Return what has a scale, or None where nothing has."""
+        """Return the graph of scales, or None where no tensor has a scale."""
         scaled = self.keeper or self.copies
         return None if scaled is None else scaled.graph
 
     def hold(self, formats: Mapping[int, str]) -> None:
         """Round these sites to other formats than the plan's from the next step on; the plan stays.
 
-        For experiments in storage ``simulate``, where a format is a row of the table and nothing is compiled again.
+        For experiments in storage ``simulate``: a format is a row of the table there, so nothing is recompiled.
         """
         assert self.plan.storage == "simulate"
         self._held = dict(formats)
 
     def settle(self) -> None:
-        """Begin a step: act on the statistics whose time it is; ``plan`` and ``table`` are then of that step.
+        """Begin a step: act on the statistics that are due. ``plan`` and ``table`` are then those of this step.
 
-        Those of step ``n`` are acted on `steps_late` steps later, whenever they arrive. The second step is to be
-        scaled, so it waits for the first.
+        Statistics of step ``n`` are acted on `steps_late` steps later, whenever they arrive. The second step needs
+        scales already, so it waits for the statistics of the first.
         """
         self.queue.close(self.step)
         waits = self.keeper is not None and self.step > 0 and self.keeper.waits
@@ -110,13 +110,14 @@ class Controller:
 
     @property
     def has_no_scales(self) -> bool:
-        """Say whether gradients are to be scaled and nothing was measured yet: `begin` is to choose their scales."""
+        """Return whether gradients need scales and none was chosen or measured yet; `begin` then chooses them."""
         return self.keeper is not None and self.keeper.is_new
 
     def begin(self, gradients: Sequence[torch.Tensor], table: torch.Tensor) -> torch.Tensor:
-        """Choose the first scales by the gradients that come in; return the table for this backward pass.
+        """Choose the first scales from the gradients that enter the graph; return the table for this backward pass.
 
-        That is ``table``, its forward's, where another forward has begun a further step since.
+        ``table`` is the forward's table. It is returned where no gradient has a scale, and where a later forward has
+        changed the current table.
         """
         if self.keeper is None or table.data_ptr() != self.table.data_ptr():
             return table
@@ -125,14 +126,15 @@ class Controller:
         return self.table
 
     def catch_up(self, *, wait: bool = True) -> None:
-        """Act on what the next step will act on in any case, which changes no number; without ``wait``, if it is here.
+        """Act now on the statistics that the next step will act on, which changes no number.
 
-        So evaluation, other graphs of the model and saved states see the plan of the next step.
+        Evaluation, other graphs of the model and saved states then see the plan of the next step. Without ``wait``,
+        stop at the first statistics that have not arrived.
         """
         self._act(keep=self._kept, wait=wait)
 
     def act_on_all(self) -> None:
-        """Act on all that was pushed, whatever is due; waits for the device."""
+        """Act on all pushed statistics, due or not; waits for the device."""
         self._act(keep=0, wait=True)
 
     @property
@@ -147,7 +149,7 @@ class Controller:
     def _take(self, arrived: Sequence[SiteStats], step: int) -> None:
         """Act on the statistics of one step."""
         offenders: dict[int, SiteStats] = {}
-        lost: dict[int, SiteStats] = {}  # an inf or a NaN stored as a number
+        lost: dict[int, SiteStats] = {}  # by site that stored an inf or a NaN as a number
         self.latest.update((stats.site, stats) for stats in arrived)
         if self.keeper is not None:
             noted = self.keeper.graph.noted
@@ -159,7 +161,7 @@ class Controller:
             if self.copies is not None and stats.site in self.copies:
                 self._rescale_copy(self.copies, stats, step)
             if not stats.overflow_ratio and math.isfinite(stats.amax):
-                continue  # most of them
+                continue  # true of most statistics
             site = sites[stats.site]
             if site.direction == "forward" and self._overflows(site, stats, step):
                 offenders[stats.site] = stats
@@ -177,7 +179,7 @@ class Controller:
             self._tell_scale("scale", stats.site, f"scale 2**{moved[0]} -> 2**{moved[1]}")
 
     def _tell_who_was_first(self, nonfinite: Nonfinite, arrived: Sequence[SiteStats], step: int) -> None:
-        """Raise `NonfiniteError` where that is wanted."""
+        """Record which tensor left its range first; warn, or raise `NonfiniteError`, as ``nonfinite.action`` says."""
         departure = nonfinite.watch.note(step, arrived, self._sites())
         if departure is None:
             return
@@ -190,7 +192,7 @@ class Controller:
             warnings.warn(message, FxprecWarning, stacklevel=2)
 
     def _where_it_came_from(self, lost: Mapping[int, SiteStats]) -> dict[int, SiteStats]:
-        """Tell of the first of ``lost``, by site; the others were computed from it. Return it if it may be promoted."""
+        """Record the first site of ``lost``, from which the others were computed; return it if it may be promoted."""
         first = min(lost, default=None)
         told, self._told_of = self._told_of, first
         if first is None:
@@ -202,7 +204,7 @@ class Controller:
         return {stats.site: stats} if may_move else {}
 
     def scale_of(self, row: int) -> Mapping[str, Any] | None:
-        """Return what is known of a row's scale, its ``scale_exponent`` first; None where it has none."""
+        """Return what is known of a row's scale, ``scale_exponent`` first; None where the row has no scale."""
         if self.keeper is not None and row in self.keeper.graph.casts:
             return self.keeper.describe(row)
         if self.copies is not None and row in self.copies:
@@ -210,7 +212,7 @@ class Controller:
         return None
 
     def site_of(self, row: int) -> Site:
-        """Return the site a row of statistics belongs to."""
+        """Return the site that a row of statistics belongs to."""
         further = {} if self.keeper is None else self.keeper.graph.site_of
         return self.plan.sites[further.get(row, row)]
 
@@ -219,7 +221,7 @@ class Controller:
         return self._by_row((self.plan.sites, None if self.keeper is None else self.keeper.graph))
 
     def alert(self, site: int, rule: str, detail: str | None) -> None:
-        """Note that a site breaks a rule, once until it does not any more (``detail`` None)."""
+        """Record that a site breaks a rule, once until a call with ``detail`` None reports that the site keeps it."""
         self.told.alert(self.step, describe(self.plan.sites[site]), rule, detail)
 
     def _tell_scale(self, kind: str, site: int, detail: str) -> None:
@@ -228,15 +230,15 @@ class Controller:
     def _overflows(self, site: Site, stats: SiteStats, step: int) -> bool:
         limit = self.rules.promote_above
         if self.copies is not None and self.copies.was_scaled(site.id, step):
-            return False  # its own scale did it, and is lowered
+            return False  # the copy's own scale caused the overflow and is lowered instead
         if not stats.overflow_ratio or limit is None or site.promoted_at is not None or site.id in self._refused:
             return False
-        # An inf or a NaN counts as overflow, of which it says nothing: a bad batch. The ratio arrives in float32, where
-        # 1 in 100 is less than 0.01.
+        # An inf or a NaN counts as overflow, but it shows a bad batch, not a format that is too narrow. The ratio
+        # arrives in float32, where 1 in 100 is less than 0.01.
         return math.isfinite(stats.amax) and stats.overflow_ratio >= ctypes.c_float(limit).value
 
     def _loses(self, site: Site, amax: float) -> bool:
-        """Say whether storing an inf or NaN turns it into a number."""
+        """Return whether ``amax`` is an inf or NaN that storing turns into a number."""
         if math.isfinite(amax):
             return False
         fmt = parse(site.format)
@@ -264,14 +266,14 @@ class Controller:
         self.plan = self.plan.promote(moved, step=self.step, hi=hi)
 
     def begin_with_scales(self, other: Controller) -> None:
-        """Begin with the scales that another graph of the same model has found for its stored copies."""
+        """Start stored copies with the scales that another graph of the same model has found for them."""
         if self.copies is None or other.copies is None:
             return
         pairs = partners(self.plan, other.plan).items()
         self.copies.begin_with({i: other.copies.of(j) for i, j in pairs if j in other.copies})
 
     def promote_as(self, other: Plan, why: str) -> None:
-        """Promote what another graph of the same model has promoted."""
+        """Promote the tensors that another graph of the same model has promoted; ``why`` goes into the events."""
         promoted = {i for i, j in partners(self.plan, other).items() if other.sites[j].promoted_at is not None}
         moved = [s.id for s in self.plan.sites if s.id in promoted - self._refused and s.format != self.rules.hi]
         for i in moved:
@@ -281,7 +283,7 @@ class Controller:
             self.plan = self.plan.promote(moved, step=self.step, hi=self.rules.hi)
 
     def stay_with(self, plan: Plan) -> list[Site]:
-        """Go back to a plan of the same sites, and promote those that differ never again; return them."""
+        """Return to an earlier plan of the same sites. Never promote again the sites that differ; return them."""
         changed = [was for site, was in zip(self.plan.sites, plan.sites, strict=True) if site.format != was.format]
         self._refused |= {site.id for site in changed}
         self.plan = plan
@@ -290,16 +292,16 @@ class Controller:
     def adopt(
         self, plan: Plan, keeper: Keeper | None, capacity: int | None = None, copies: CopyScales | None = None
     ) -> None:
-        """Take the plan of newly compiled code; scales stay as they are where it casts the same gradients.
+        """Take the plan of newly compiled code. Scales stay as they are if the new code casts the same gradients.
 
-        ``capacity`` are the rows its table has; None: as many as before. Statistics that wait are dropped where their
-        rows mean something else now.
+        ``capacity`` is the number of rows of its table; None: as before. Pending statistics are dropped if rows or
+        casts differ, because their row numbers then mean other tensors.
         """
         if not (self._rows_alike(plan) and _casts_alike(self.keeper, keeper)):
             self.queue.forget()
         self.capacity = self.capacity if capacity is None else capacity
         if self.keeper is not None and keeper is not None and _casts_alike(self.keeper, keeper):
-            self.keeper.graph = keeper.graph  # which operands are stored may differ, and so the slots
+            self.keeper.graph = keeper.graph  # stored operands may differ, and with them the slots
         else:
             self.keeper = keeper
         if copies is not None and self.copies is not None:
@@ -314,8 +316,8 @@ class Controller:
     def rows(self, *, wait: bool = True) -> list[dict[str, Any]]:
         """Return one row per cast: site, format, module, scale and the latest statistics (or None).
 
-        A site has one cast, or in ``simulate`` one for each consumer of its value. ``wait``: for statistics that are
-        still on their way from the device. They are shown, and acted on when their step has come.
+        A site has one cast, or in ``simulate`` one for each consumer of its value. With ``wait``, wait for statistics
+        that are still on their way from the device. They are shown now and acted on when they are due.
         """
         self.catch_up(wait=wait)
         latest = {**self.latest, **{stats.site: stats for stats in self.queue.peek(wait=wait)}}
@@ -342,9 +344,9 @@ class Controller:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain JSON data: everything that decides the numbers of the steps to come.
+        """Return everything that decides the numbers of later steps, as plain JSON data.
 
-        What is not due yet is saved as it is, and acted on after loading in the step that would have acted on it.
+        Statistics that are not due are saved as they are. After loading, the same step acts on them as without saving.
         """
         self.catch_up()
         return {
@@ -356,7 +358,7 @@ class Controller:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a saved state. Raises `PlanError` for another model's state."""
+        """Load a saved state. Raises `PlanError` for another model's state."""
         plan = self.refuse_another(state)
         self.queue.load(state.get("pending", ()))
         scales = state["scales"]

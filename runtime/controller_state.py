@@ -1,4 +1,4 @@
-"""Save and load a controller's state: the plan in it, and whether the state belongs to the same graph."""
+"""Read the plan in a controller's saved state and check that the state belongs to the same graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def plan_of(state: Mapping[str, Any]) -> Plan:
 
 
 def saved_plan(state: Mapping[str, Any], own: Plan, keeper: Keeper | None) -> Plan:
-    """Return the plan of a saved state of the graph with this plan. Raises `PlanError` for any other state."""
+    """Return the plan in a saved state of the graph whose plan is ``own``. Raises `PlanError` for any other state."""
     plan = plan_of(state)
     difference = own.first_difference(plan, there="the saved state", sizes=False)
     if difference is not None:
@@ -37,7 +37,7 @@ def saved_plan(state: Mapping[str, Any], own: Plan, keeper: Keeper | None) -> Pl
 
 
 def _fits(scales: Mapping[str, Any], keeper: Keeper) -> bool:
-    """Say whether saved scales are of this kind of keeper, with as many exponents, and of casts it knows."""
+    """Return whether saved scales come from this kind of keeper, with as many exponents and for casts it knows."""
     measured = {stats["site"] for stats in scales.get("measured", ())}
     casts = {int(row) for key in ("saturating", "clipped", "margins") for row in scales.get(key, ())}
     fresh = set(scales.get("fresh", ()))

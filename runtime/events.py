@@ -9,23 +9,24 @@ from dataclasses import dataclass, field
 from fxprec.errors import FxprecWarning
 
 log = logging.getLogger(__name__)
-_LEVELS = {"scale": logging.DEBUG}  # as long as training runs; what happens once is told at INFO
-_WARNED = frozenset({"clamp", "nan", "nonfinite"})  # once each
-MAX_EVENTS = 10_000  # scales change as long as training runs; the oldest are forgotten, promotions never
+_LEVELS = {"scale": logging.DEBUG}  # scales change throughout training; other events are logged at INFO
+_WARNED = frozenset({"clamp", "nan", "nonfinite"})  # kinds that also warn, once per graph
+MAX_EVENTS = 10_000  # scales change throughout training; beyond this, the oldest event that is no promotion is dropped
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing worth telling.
+    """One event of a run, with the step and the site it concerns.
 
-    ``kind`` is "promotion", "fallback", "relowering", "replanned" (a plan that holds more than its budget as compiled),
-    "unplanned" (a graph left as it is), "uncompiled" (code Dynamo leaves to Python), "machine" (the processor lacks an
-    instruction), "allocator" (the process has another from now on) or "untried" (a torch or Triton newer than this
-    release knows); "nonfinite" or "nan" where an inf or a NaN of the forward pass was stored as a number, "left-range"
-    for the tensor that was the first to leave its range; "relinked" for a layer whose gradient goes in other bits on a
-    link that has changed; "biased" for a rounding that is off on average and "logit-growth" for attention whose logits
-    grow, of ``watch_every``; of gradients' scales "scale" (changed), "unscaled" (what the
-    first step lost, whose scales are not measured yet) or "clamp" (float32 cannot hold the scale wanted).
+    Kinds of compiling: "promotion", "fallback", "relowering", "replanned" (a plan that exceeds its budget as compiled),
+    "unplanned" (a graph left as it is), "uncompiled" (code that Dynamo leaves to Python), "machine" (the processor
+    lacks an instruction), "allocator" (the process uses another from now on), "untried" (a torch or Triton newer than
+    this release knows). Kinds of training: "nonfinite" and "nan" (an inf or a NaN of the forward pass was stored as a
+    number), "left-range" (the first tensor that left its range), "relinked" (a layer's gradient is sent in other bits,
+    because the link has changed), "alert" (a tensor breaks a rule of the user's). ``watch_every`` adds "biased" (a
+    rounding is off on average) and "logit-growth" (attention's logits grow). Kinds of gradient scales: "scale" (a scale
+    changed; also that of a stored copy), "unscaled" (what steps without measured scales lost) and "clamp" (float32
+    cannot hold the scale that is needed).
     """
 
     step: int
@@ -36,14 +37,14 @@ class Event:
 
 @dataclass
 class RunEvents:
-    """What one graph told of while it trained: each is logged, and what harms a run is warned of, once a kind."""
+    """The events of one graph while it trains. Each event is logged; the first of each harmful kind also warns."""
 
     events: list[Event] = field(default_factory=list)
     _alerting: set[tuple[str, str]] = field(default_factory=set)
     _warned: set[str] = field(default_factory=set)
 
     def tell(self, event: Event, advice: str = "") -> None:
-        """Keep an event; ``advice`` ends its warning, where its kind has one."""
+        """Keep and log an event. If the kind of event warns, ``advice`` ends the warning."""
         log.log(
             _LEVELS.get(event.kind, logging.INFO),
             "step %d: %s of %s: %s",
@@ -61,7 +62,7 @@ class RunEvents:
             del self.events[next((i for i, e in enumerate(self.events) if e.kind != "promotion"), 0)]
 
     def alert(self, step: int, site: str, rule: str, detail: str | None) -> None:
-        """Tell that a site breaks a rule, once until it does not any more (``detail`` None)."""
+        """Record that a site breaks a rule, once until a call with ``detail`` None reports that the site keeps it."""
         key = (site, rule)
         if detail is not None and key not in self._alerting:
             self.tell(Event(step, "alert", site, detail))

@@ -1,4 +1,4 @@
-"""What grouped products do (`fxprec.ir.grouped`): a product after the other, or torch's kernel on a GPU."""
+"""Implement grouped matrix products (`fxprec.ir.grouped`): torch's kernel on a GPU, else one product per group."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fxprec import compat
 from fxprec.ir.grouped import GroupedMm, PaddedEnds, PadGroups, padded_rows
 
 _BYTES = 16
-"""A GPU's kernel wants rows that begin at a multiple of so many bytes."""
+"""Alignment in bytes that torch's GPU kernel requires of each row."""
 
 
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """Return one product for each group of tokens; zeros beyond the last group."""
+    """Return one product for each group of tokens; rows or columns beyond the last group are zero."""
     if _has_kernel(a) and _has_kernel(b):
         return _by_kernel(a, b, offs)
     groups = list(_groups(offs))
@@ -43,7 +43,7 @@ def _groups(offs: Tensor) -> Iterator[slice]:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply; a CPU without instructions for 16-bit matrices multiplies in float32 and rounds once."""
+    """Return the product. A CPU without 16-bit matrix instructions multiplies in float32 and rounds once."""
     if a.device.type == "cpu" and a.dtype.itemsize == 2 and not compat.has_cpu_gemm(a.dtype):
         return torch.mm(a.float(), b.float()).to(a.dtype)
     return torch.mm(a, b)
@@ -54,7 +54,7 @@ def _has_kernel(x: Tensor) -> bool:
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Say whether torch's kernel reads a tensor as it lies: rows or columns that begin at multiples of 16 bytes."""
+    """Return whether torch's kernel reads a tensor without a copy: rows or columns start at multiples of 16 bytes."""
     rows, columns = x.stride()[-2:]
     inner, outer, size = (columns, rows, x.shape[-1]) if columns == 1 else (rows, columns, x.shape[-2])
     return inner == 1 and outer >= size and outer * x.itemsize % _BYTES == 0
@@ -69,7 +69,7 @@ def _by_kernel(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 
 def padded_ends(offs: Tensor, unit: int) -> Tensor:
-    """Return where groups end whose sizes are rounded up to multiples of ``unit``, in the dtype of ``offs``."""
+    """Return the ends of the groups with sizes rounded up to multiples of ``unit``, in the dtype of ``offs``."""
     return _sizes(offs, unit).cumsum(0).to(offs.dtype)
 
 
@@ -79,7 +79,7 @@ def _sizes(offs: Tensor, unit: int) -> Tensor:
 
 
 def pad_groups(x: Tensor, offs: Tensor, unit: int) -> Tensor:
-    """Return the rows of ``x`` (T, K) with zeros after each group, so that it begins at a multiple of ``unit``."""
+    """Return the rows of ``x`` (T, K) with zeros after each group, so that groups begin at multiples of ``unit``."""
     made = padded_rows(x.shape[0], offs.shape[0], unit)
     if not x.numel() or not offs.numel():
         return x.new_zeros((made, x.shape[1]))

@@ -1,4 +1,4 @@
-"""Keep saved tensors in host memory. On a GPU they are copied there and back on a stream beside the kernels'."""
+"""Keep saved tensors in host memory. On a GPU one further stream copies them there and back beside the kernels."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _lanes: dict[torch.device, Lane] = {}
 
 @dataclass(eq=False)
 class Lane:
-    """The copies of one device: one stream for both directions, so that each copy comes after all before it."""
+    """The copy stream of one device. One stream serves both directions, so each copy runs after all earlier ones."""
 
     device: torch.device
     stream: torch.cuda.Stream
     pool: PinnedPool
     arriving: dict[int, torch.cuda.Event] = field(default_factory=dict)
-    """The event of each copy back that is under way, by the address of the tensor it fills."""
+    """The event of each copy back to the device that is under way, by the address of the tensor that it fills."""
 
     @classmethod
     def of(cls, device: torch.device) -> Lane:
@@ -31,25 +31,25 @@ class Lane:
         return _lanes[device]
 
     def send(self, x: torch.Tensor) -> torch.Tensor:
-        """Begin to copy ``x`` behind the kernels enqueued so far; `wait_sent` comes before ``x`` is freed."""
+        """Start to copy ``x`` after the kernels enqueued so far. Call `wait_sent` before ``x`` is freed."""
         host = self.pool.lend(x)
         self.pool.block_of(host).copied = self._copy(host, x)
         return host
 
     def wait_sent(self, host: torch.Tensor) -> None:
-        """Have later kernels, which may overwrite the copied tensor's memory, wait for the copy into ``host``."""
+        """Make later kernels wait for the copy into ``host``, because they may overwrite the copied tensor's memory."""
         copied = self.pool.block_of(host).copied
         assert copied is not None, "what is waited for was sent"
         torch.cuda.current_stream(self.device).wait_event(copied)
 
     def fetch(self, host: torch.Tensor) -> torch.Tensor:
-        """Begin to copy ``host`` back, behind the kernels enqueued so far: they may read the memory it comes to."""
+        """Start to copy ``host`` back after the kernels enqueued so far, which may read the memory that it fills."""
         x = torch.empty_like(host, device=self.device)
         self.arriving[x.data_ptr()] = self._copy(x, host)
         return x
 
     def wait_fetched(self, x: torch.Tensor) -> None:
-        """Have later kernels, which read ``x``, wait for its copy."""
+        """Make later kernels, which read ``x``, wait for its copy."""
         torch.cuda.current_stream(self.device).wait_event(self.arriving.pop(x.data_ptr()))
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
@@ -61,28 +61,28 @@ class Lane:
 
 
 def offload(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` in host memory. On a GPU the copy is under way; `wait_offload` comes before ``x`` is freed."""
+    """Return ``x`` in host memory. On a GPU the copy is under way; call `wait_offload` before ``x`` is freed."""
     if x.is_cuda:
         return Lane.of(x.device).send(x)
     return torch.empty_like(x, device="cpu").copy_(x)
 
 
 def wait_offload(host: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return ``host``. On a GPU kernels enqueued from now on wait for the copy of ``x`` into it."""
+    """Return ``host``. On a GPU, kernels enqueued from now on wait for the copy of ``x`` into ``host``."""
     if x.is_cuda:
         Lane.of(x.device).wait_sent(host)
     return host
 
 
 def reload(host: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Return what was moved on the table's device. On a GPU the copy is under way: nobody reads it before the wait."""
+    """Return ``host`` on the table's device. On a GPU the copy is under way; call `wait_reload` before reading it."""
     if table.is_cuda:
         return Lane.of(table.device).fetch(host)
     return torch.empty_like(host, device=table.device).copy_(host)
 
 
 def wait_reload(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x``. On a GPU kernels enqueued from now on wait for the copy into it."""
+    """Return ``x``. On a GPU, kernels enqueued from now on wait for the copy into ``x``."""
     if x.is_cuda:
         Lane.of(x.device).wait_fetched(x)
     return x

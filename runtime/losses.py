@@ -1,4 +1,4 @@
-"""Find jumps among the losses of a run, which are read a fixed number of steps after they are given."""
+"""Find jumps among the losses of a run. Each loss is read a fixed number of steps after it is given."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fxprec.runtime import on_device
 from fxprec.runtime.controller import Controller
 from fxprec.runtime.nonfinite import Departure
 
-WINDOW = 50  # losses before it that a loss is compared with
-LEAST = 10  # of them; before that nothing is a jump
+WINDOW = 50  # earlier losses that a loss is compared with
+LEAST = 10  # earlier losses that must be known before a finite loss can be a jump
 SPREADS = 10.0  # median absolute deviations above the median, 7 standard deviations of a normal distribution
-RISE = 0.5  # of the median: a loss that hardly varies may do so
+RISE = 0.5  # share of the median by which any loss may rise, even one that hardly varies
 
 
 @dataclass(frozen=True)
 class Jump:
-    """A loss far above those before it, or not finite."""
+    """A loss far above the losses before it, or not finite."""
 
     step: int
     loss: float
@@ -36,7 +36,7 @@ class Jump:
 
 
 class LossWatch:
-    """Pending losses, oldest first, and the last `WINDOW` that were read."""
+    """Losses that wait to be read, oldest first, and the last `WINDOW` losses that were no jump."""
 
     def __init__(self) -> None:
         self._pending: deque[tuple[int, torch.Tensor | float, torch.cuda.Event | None]] = deque(maxlen=256)
@@ -44,7 +44,7 @@ class LossWatch:
         self._is_high = False
 
     def note(self, step: int, loss: object) -> None:
-        """Take a step's loss, a tensor of one element or a number. Raises `ConfigError` for anything else."""
+        """Queue a step's loss, a tensor of one element or a number. Raises `ConfigError` for anything else."""
         if isinstance(loss, int | float):
             self._pending.append((step, float(loss), None))
             return
@@ -58,7 +58,7 @@ class LossWatch:
         self._pending.append((step, *on_device.to_host(value)))
 
     def jumps(self, *, before: int) -> Iterator[Jump]:
-        """Yield the jumps among losses of earlier steps, of a stretch of them the first; waits for the device."""
+        """Yield jumps of steps before ``before``, only the first of several in a row; waits for the device."""
         while self._pending and self._pending[0][0] < before:
             step, loss, arrived = self._pending.popleft()
             if arrived is not None:
@@ -81,7 +81,10 @@ class LossWatch:
 
 
 def first_that_moved(jump: Jump, controllers: Sequence[Controller]) -> tuple[Controller, Departure] | None:
-    """Return who moved first, over all graphs: by step, then by execution, backward of the last graph first."""
+    """Return the first departure over all graphs, or None.
+
+    Departures are ordered by step, then by execution: forward graphs, then backward from the last graph on.
+    """
     found = []
     for i, controller in enumerate(controllers):
         if controller.nonfinite is None:

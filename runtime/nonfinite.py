@@ -1,7 +1,7 @@
-"""Find the tensor that was the first to leave its range when an inf or a NaN has come, from the steps' statistics.
+"""Find the tensor that left its range first, from the statistics of the steps, once an inf or a NaN has appeared.
 
-That is not the first tensor that became NaN. A tensor whose numbers overflow, or are a thousand times as large as
-before, comes before the tensors computed from it. Statistics come one or two steps late (`stats.STEPS_LATE`).
+This need not be the first tensor with a NaN: a tensor that overflows, or grows a thousandfold, comes before the tensors
+computed from it. Statistics come one or two steps late (`stats.STEPS_LATE`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from fxprec.runtime.stats import SiteStats
 WINDOW = 200
 """Steps whose statistics are kept."""
 JUMP = 1024.0
-"""Over the median of its earlier steps: a larger amax has left its range."""
+"""A tensor has left its range when its amax exceeds the median of its earlier steps by this factor."""
 GROWTH = 8.0
-"""The same at a jump of the loss, when something must have moved."""
+"""The same factor at a jump of the loss, when some tensor must have moved."""
 LOSES = 0.25
-"""Share of elements that underflow, above what is usual, at such a jump."""
+"""Share of underflowing elements, above the usual share, at which a tensor has moved at a jump of the loss."""
 OVERFLOWS = 0.01
-"""Share of a tensor's elements; the default of ``promote_above``."""
-_FEW = 5  # steps; from fewer of them nobody knows the usual magnitudes
-_RINGS = 8  # sets of rows that come together: code that is compiled again counts others
-_SHOWN = 4  # steps of the statistics that a message tells
+"""Share of overflowing elements at which a tensor has left its range; the default of ``promote_above``."""
+_FEW = 5  # fewer steps do not show the usual magnitudes
+_RINGS = 8  # sets of rows that arrive together; recompiled code counts another set
+_SHOWN = 4  # steps whose largest magnitudes a message shows
 
 
 _SAID = {
@@ -41,23 +41,24 @@ _SAID = {
 
 @dataclass(frozen=True)
 class Departure:
-    """The first tensor that left its range, in the order of execution."""
+    """The first tensor that left its range, by step and then in the order of execution."""
 
     site: Site
     step: int
-    """Step from which on it was out of its range."""
+    """Step since which the tensor has been out of its range."""
     seen_at: int
-    """Step in which an inf or a NaN was seen, here or behind it."""
+    """Step in which an inf or a NaN was seen, in this tensor or one after it, or in which the loss jumped."""
     value: str
-    """``"inf"``, ``"NaN"``, ``"overflow"``, ``"underflow"`` or ``"growth"``: what this tensor held in that step."""
+    """``"inf"``, ``"NaN"``, ``"overflow"``, ``"underflow"`` or ``"growth"``: the tensor's state in ``seen_at``; after a
+    jump of the loss, in ``step``."""
     statistics: tuple[tuple[int, float, float, float], ...] = field(repr=False)
     """(step, amax, overflow ratio, underflow ratio) of up to 200 recent steps, oldest first."""
     cause: str = ""
-    """The jump of the loss that had it looked for; ``""``: an inf or a NaN."""
+    """The jump of the loss that started the search; ``""``: an inf or a NaN started it."""
 
     @property
     def detail(self) -> str:
-        """Say it in one line, with the last few steps' largest magnitudes."""
+        """Return the departure as one line of text, with the largest magnitudes of the last few steps."""
         when = f"at step {self.step}" if self.step == self.seen_at else f"from step {self.step} on"
         series = ", ".join(f"{amax:.3g}" for _, amax, _, _ in self.statistics[-_SHOWN:])
         what = _SAID.get(self.value) or f"holds {self.value}"
@@ -66,21 +67,21 @@ class Departure:
 
 
 class NonfiniteWatch:
-    """The last steps' statistics of every row; finds the tensor that left its range first."""
+    """Statistics of every row over the last steps, from which the tensor that left its range first is found."""
 
     def __init__(self, *, gradients: bool) -> None:
-        """Watch; with ``gradients``, theirs too. Under a dynamic loss scale an inf there is no news."""
+        """Watch forward tensors, with ``gradients`` also gradients. A dynamic loss scale makes infs there usual."""
         self._gradients = gradients
-        self._rings: dict[tuple[int, ...], _Ring] = {}  # by the rows that came together
+        self._rings: dict[tuple[int, ...], _Ring] = {}  # by the rows that arrive together
         self._was_bad = False
 
     def note(self, step: int, arrived: Sequence[SiteStats], sites: Mapping[int, Site]) -> Departure | None:
-        """Take what arrived of a step; return who was first where an inf or a NaN is new. ``sites`` by row."""
+        """Add the statistics of a step; return a departure if an inf or a NaN is new, else None. ``sites`` by row."""
         if not arrived:
             return None
         rows = tuple(stats.site for stats in arrived)
         ring = self._rings.pop(rows, None) or _Ring(len(rows))
-        self._rings[rows] = ring  # the last one used stands last
+        self._rings[rows] = ring  # the ring used last is the dict's last
         if len(self._rings) > _RINGS:
             del self._rings[next(iter(self._rings))]
         ring.add(step, arrived)
@@ -97,7 +98,7 @@ class NonfiniteWatch:
         return {row for rows in self._rings for row in rows}
 
     def _series(self, row: int) -> _Series:
-        """Return what came of a row, oldest first."""
+        """Return the kept statistics of a row, oldest first."""
         found = [
             ring.column(i)
             for rows, ring in self._rings.items()
@@ -109,7 +110,7 @@ class NonfiniteWatch:
         return _Series(table[np.argsort(table[:, 0], kind="stable")][-WINDOW:])
 
     def first_moved(self, step: int, sites: Mapping[int, Site], cause: str) -> Departure | None:
-        """Return the row that moved first up to a step in which the loss jumped, of equals the first to run."""
+        """Return the row that moved first up to ``step``, in which the loss jumped; of equals, the first to run."""
         series = {row: self._series(row) for row in sites}
         moved = {row: found.moved_by(step) for row, found in series.items()}
         found = [(at[0], sites[row].order, row, at[1]) for row, at in moved.items() if at is not None]
@@ -122,7 +123,7 @@ class NonfiniteWatch:
         return site.direction == "forward" or self._gradients
 
     def _first(self, seen_at: int, rows: Iterable[int], sites: Mapping[int, Site]) -> Departure:
-        """Return the row that has been out of range for longest; of equals the first that runs."""
+        """Return the row that has been out of range for longest; of equals, the first to run."""
         series = {row: self._series(row) for row in rows if self._is_news(sites[row])}
         since = {row: found.out_since(_end(sites[row])) for row, found in series.items()}
         found = [(step, sites[row].order, row) for row, step in since.items() if step is not None]
@@ -131,7 +132,7 @@ class NonfiniteWatch:
 
 
 def _end(site: Site) -> float:
-    """Return the magnitude at which a format saturates: what was inf may have been counted as that number."""
+    """Return the magnitude at which a format saturates, else inf. An inf may have been counted as that number."""
     fmt = parse(site.format)
     return fmt.largest if fmt.overflow == "saturate" else math.inf
 
@@ -142,7 +143,7 @@ def _usual(early: np.ndarray[Any, Any]) -> float:
 
 
 class _Ring:
-    """The last steps of rows that come together: one assignment a step, whatever their number."""
+    """The last `WINDOW` steps of the rows that arrive together, stored by one array assignment per step."""
 
     def __init__(self, num_rows: int) -> None:
         self._steps = np.zeros(WINDOW)
@@ -156,7 +157,7 @@ class _Ring:
         self._count += 1
 
     def column(self, i: int) -> np.ndarray[Any, Any]:
-        """Return (step, amax, overflow ratio, underflow ratio) of one of them, oldest first."""
+        """Return (step, amax, overflow ratio, underflow ratio) of the i-th row, oldest first."""
         table = np.column_stack([self._steps, self._values[:, i]])
         return table[: self._count] if self._count <= WINDOW else np.roll(table, -(self._count % WINDOW), axis=0)
 
@@ -172,12 +173,15 @@ class _Series:
 
     @property
     def value(self) -> str:
-        """Say what the tensor held last: NaN, inf, or an overflow."""
+        """Return the tensor's state in the last step: "NaN" or "inf" if its amax is so, else "overflow"."""
         amax = float(self._table[-1, 1])
         return "NaN" if math.isnan(amax) else "inf" if math.isinf(amax) else "overflow"
 
     def out_since(self, end: float) -> int | None:
-        """Return the step since which it is out of its range, or at its ``end``; None if it is not, or was always."""
+        """Return the step since which the tensor has been out of its range, or at its ``end``.
+
+        None if it is within, or if it was finite and out of range from the first kept step on.
+        """
         rows = self._table
         amax, finite = rows[:, 1], np.isfinite(rows[:, 1])
         early = amax[: max(len(amax) // 2, 1)]
@@ -187,14 +191,14 @@ class _Series:
         out = ~finite | wide
         if not out[-1]:
             return None
-        if wide[0]:  # chronic: that is no news, only what is not finite
+        if wide[0]:  # out of range from the first kept step on: only non-finite values are news
             out = ~finite
         inside = np.flatnonzero(~out)
         start = int(inside[-1]) + 1 if len(inside) else 0
         return int(rows[start, 0]) if start < len(rows) else None
 
     def moved_by(self, step: int) -> tuple[int, str] | None:
-        """Return since when it has been far from what was usual, and in what, if it was so in ``step``; else None."""
+        """Return the step since which the tensor has been unusual, and how; None if it is not so in ``step``."""
         rows = self._table
         rows = rows[rows[:, 0] <= step]
         if len(rows) < _FEW or rows[-1, 0] != step:
@@ -218,8 +222,8 @@ class _Series:
 
 @dataclass(frozen=True)
 class Nonfinite:
-    """The watch for infs and NaNs, and what follows one."""
+    """The watch for infs and NaNs, and the reaction to one."""
 
     watch: NonfiniteWatch
     action: Literal["report", "raise"] | None
-    """None: an event, and no warning."""
+    """None: record an event without a warning."""

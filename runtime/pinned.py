@@ -1,6 +1,6 @@
-"""Pinned host memory that is allocated once and lent out again: exactly the bytes asked for, in whole pages.
+"""Allocate pinned host memory once and reuse it: each block has exactly the bytes requested, in whole pages.
 
-torch's own cache of pinned memory rounds each block to a power of two.
+torch's own cache of pinned memory rounds each block up to a power of two.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxprec.errors import LoweringError
 
-_IDLE = 2  # rounds of loans after which a block that nobody asks for is given back
+_IDLE = 2  # rounds of loans after which an unused block is unpinned
 
 
 @dataclass(eq=False)
 class Block:
-    """One piece of pinned memory, and the tensor that it is lent to."""
+    """One piece of pinned memory and the tensor that it is lent to."""
 
     memory: mmap.mmap
     bytes: int
     address: int
     lent: StorageWeakRef | None = None
     loan: int = 0
-    """The number of its latest loan, counted over all blocks of the pool."""
+    """The number of the block's latest loan, counted over all blocks of the pool."""
     copied: torch.cuda.Event | None = None
-    """Recorded behind the latest copy into it."""
+    """Event recorded after the latest copy into the block."""
 
     @property
     def is_free(self) -> bool:
-        """Say whether no tensor shows the block's memory any more."""
+        """Return whether no tensor uses the block's memory any more."""
         return self.lent is None or self.lent.expired()
 
     def lend(self, like: torch.Tensor, loan: int) -> torch.Tensor:
-        """Return a tensor of ``like``'s shape, strides and dtype in this memory; ``like`` lies densely."""
+        """Return a tensor of ``like``'s shape, strides and dtype in this memory; ``like`` must have no gaps."""
         flat = torch.frombuffer(self.memory, dtype=torch.uint8, count=self.bytes)
         self.lent, self.loan = StorageWeakRef(flat.untyped_storage()), loan
         return flat.view(like.dtype).as_strided(like.shape, like.stride())
@@ -44,9 +44,9 @@ class Block:
 
 @dataclass(eq=False)
 class PinnedPool:
-    """The blocks of one device. A block is lent again once no tensor shows it, in whatever step or graph that is.
+    """The blocks of one device. A block is lent again once no tensor of any step or graph uses it.
 
-    The caller's copies run on one stream, so a copy into a block that is lent again comes after the last one out of it.
+    The caller's copies run on one stream, so a copy into a reused block runs after the last copy out of the block.
     """
 
     device: torch.device
@@ -57,7 +57,7 @@ class PinnedPool:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def lend(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a pinned tensor like another. Raises `LoweringError` where the memory cannot be pinned."""
+        """Return a pinned tensor like ``like``. Raises `LoweringError` if the memory cannot be pinned."""
         with self._lock:
             self.loans += 1
             fitting = (block for block in self.blocks.values() if block.bytes == like.nbytes and block.is_free)
@@ -65,7 +65,7 @@ class PinnedPool:
             return block.lend(like, self.loans)
 
     def block_of(self, host: torch.Tensor) -> Block:
-        """Return the block that a lent tensor shows."""
+        """Return the block of a lent tensor."""
         return self.blocks[host.data_ptr()]
 
     @property
@@ -82,7 +82,7 @@ class PinnedPool:
         return block
 
     def _give_back_idle(self) -> None:
-        """Unpin blocks of an earlier plan: in a steady step each block is lent once in as many loans as there are."""
+        """Unpin blocks of an earlier plan. A steady step lends each of n blocks once in n loans."""
         oldest = self.loans - _IDLE * len(self.blocks)
         idle = [block for block in self.blocks.values() if block.is_free and block.loan < oldest]
         if idle:

@@ -54,7 +54,10 @@ def quantize(
     seed: torch.Tensor | None = None,
     whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Scale, round and store a tensor, in its own shape; ``row`` is that of the scale table, `AS_STORED` for none."""
+    """Scale, round and store a tensor: codes or carriers in its shape, or the records of a block format.
+
+    ``row`` is a row of the scale table, `AS_STORED` for no scale; in a block format it only salts the ``seed``.
+    """
     if is_in_blocks(format):
         return block_codec.stored(x, seed, whole, row, format)
     scaled = _scaled(x, table, row)
@@ -83,7 +86,7 @@ def dequantize(
     elements: int = 0,
     whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the numbers that were stored, in ``dtype``, divided by the row's scale."""
+    """Return the stored numbers in ``dtype``, divided by the row's scale (a block format has none)."""
     if is_in_blocks(format):
         return block_codec.loaded(q, whole, row, format, elements, dtype)
     fmt = parse(format)
@@ -97,7 +100,7 @@ def tensor_scale(x: torch.Tensor, format: str) -> torch.Tensor:
 
 
 def keep_nonfinite(rounded: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Put inf and NaN of ``x`` back where rounding has made them finite."""
+    """Restore the infs and NaNs of ``x`` that rounding has made finite."""
     fmt = _UNSATURATED.get(rounded.dtype)
     wanted = x.to(rounded.dtype) if fmt is None else reference_encode(x.to(torch.float32), fmt).view(rounded.dtype)
     return torch.where(x.isfinite(), rounded, wanted)
@@ -107,19 +110,19 @@ _UNSATURATED = {torch.float8_e4m3fn: E4M3FN_NAN, torch.float8_e5m2: E5M2}  # tor
 
 
 def keep_codes(rounded: torch.Tensor, x: torch.Tensor, format: str) -> torch.Tensor:
-    """Put the codes of inf and NaN of ``x`` in the place of finite ones."""
+    """Replace codes by the format's codes for inf and NaN where ``x`` is inf or NaN."""
     inf, nan, sign = kept_codes(parse(format))
     special = torch.where(x.isnan(), nan, inf) + torch.where(x.signbit(), sign, 0)
     return torch.where(x.isfinite(), rounded.to(torch.int32), special).to(rounded.dtype)
 
 
 def rescale(g: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
-    """Multiply a gradient by the power of two that a row of the table has."""
+    """Multiply a gradient by the power of two in a row of the table."""
     return _scaled(g, table, row).to(g.dtype)
 
 
 def observe(grad: torch.Tensor, x: torch.Tensor, tensor: int, format: str, grad_format: str) -> torch.Tensor:
-    """Return the gradient as it is; a calibration step measures here."""
+    """Return a copy of the gradient; a calibration step measures here."""
     return grad.clone()
 
 
@@ -152,7 +155,7 @@ def counts(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch
 
 
 def measured_moments(x: torch.Tensor) -> tuple[float, float, float, float]:
-    """Return the non-zero elements, the sum of squares, and the sums of ln|x| and its square over the former."""
+    """Return the number of non-zero elements, the sum of squares, and their sums of ln|x| and of its square."""
     wide = x.detach().double().abs()
     nonzero = wide[wide > 0]
     logs = nonzero.log()
@@ -160,9 +163,12 @@ def measured_moments(x: torch.Tensor) -> tuple[float, float, float, float]:
 
 
 def histogram(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
-    """Count magnitudes, and magnitudes lost, by exponent: (2 * HISTOGRAM_BINS,) float64; zeros if none is asked for."""
+    """Count magnitudes by exponent (`count_exponents`), (2 * HISTOGRAM_BINS,) float64.
+
+    On a CPU, return zeros in a step that does not measure.
+    """
     if x.device.type == "cpu" and not int(table[row, MEASURE]):
-        return x.new_zeros(2 * HISTOGRAM_BINS, dtype=torch.float64)  # elsewhere, asking would wait for the device
+        return x.new_zeros(2 * HISTOGRAM_BINS, dtype=torch.float64)  # on a GPU, reading the flag waits for the device
     return count_exponents(x, parse(format))
 
 
@@ -175,7 +181,7 @@ def _scaled(x: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
 
 
 def in_memory(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy, as a kernel that stores its result leaves."""
+    """Return a copy in memory of its own, such as a kernel that stores its result leaves."""
     return x.clone()
 
 

@@ -1,4 +1,4 @@
-"""Multiply operands in blocks: by torch on a GPU, and on a CPU from the same arguments, slowly and obviously."""
+"""Multiply operands in block formats: by torch on a GPU, by a slow reference with the same arguments on a CPU."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def scaled_mm(
 
 
 def interpreted(given: Arguments, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return what `F.scaled_mm` computes of its arguments, summed in float64 and rounded once."""
+    """Return the result of `F.scaled_mm` for its arguments, summed in float64 and rounded once."""
     a, b = _decoded(given.mat_a, given.scale_a, given), _decoded(given.mat_b.t(), given.scale_b, given)
     product = a.double() @ b.double().t()
     return (product if bias is None else product + bias.double()).to(dtype)
 
 
 def _decoded(codes: Tensor, scales: list[Tensor], given: Arguments) -> Tensor:
-    """Return the float32 numbers (rows, K) of an operand."""
+    """Return an operand's numbers, (rows, K) float32."""
     assert codes.stride()[1] == 1, "the summed dimension is contiguous"
     elements = _two_a_byte(codes) if codes.dtype == torch.float4_e2m1fn_x2 else codes.float()
     block = _BLOCKS[given.recipe[0]]

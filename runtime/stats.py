@@ -1,7 +1,8 @@
-"""Statistics of compiled graphs: pushed as device tensors, copied to the host, acted on a fixed number of steps later.
+"""Queue the statistics of compiled graphs: copy them from the device to the host and hand them out by step.
 
-The time at which a copy arrives never changes a number. A GPU runs behind the host, so the statistics of its step ``n``
-are acted on two steps later. By then they have nearly always arrived; else the host waits.
+Statistics are acted on a fixed number of steps later, so the time at which a copy arrives never changes a number. A GPU
+runs behind the host, so the statistics of its step ``n`` are acted on two steps later. By then they have nearly always
+arrived; else the host waits.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ NO_CAPTURE = (
     "make_graphed_callables, and compile with mode='reduce-overhead'"
 )
 STEPS_LATE = {"cpu": 1, "cuda": 2}
-"""Steps, by device type: the statistics of step ``n`` are acted on at the start of step ``n`` plus these."""
-MAX_PENDING = 256  # backward passes without a forward between them; then the oldest statistics are dropped
+"""Number of steps by device type: statistics of step ``n`` are acted on at the start of step ``n`` plus this number."""
+MAX_PENDING = 256  # pushes, one per backward pass, without a step that takes them; beyond, the oldest are dropped
 
 
 _NONZERO = Statistics._fields.index("nonzero_ratio")
 
 
 def steps_late(device: torch.device) -> int:
-    """Return after how many steps statistics of ``device`` are acted on."""
+    """Return the number of steps after which statistics of ``device`` are acted on."""
     return STEPS_LATE.get(device.type, 1)
 
 
 class SiteStats(NamedTuple):
-    """One row of the table in one step. Ratios are shares of the tensor's elements; nothing carries a scale."""
+    """Statistics of one row of the table in one step, without scales. Ratios are shares of the tensor's elements."""
 
     site: int
-    """The row: the site's id, or that of a further cast of a site."""
+    """The row: the site's id, or the row of a further cast of a site."""
     overflow_ratio: float
     underflow_ratio: float
-    """NaN where codes were counted."""
+    """NaN if statistics were counted from codes, which do not show what underflowed."""
     amax: float
     rms: float = 0.0
     nonzero_ratio: float = -1.0
@@ -64,7 +65,7 @@ class SiteStats(NamedTuple):
 
 @dataclass(slots=True)
 class _Push:
-    """One vector of counts on its way to the host, or statistics that were loaded."""
+    """One vector of counts on its way to the host, or statistics loaded from a saved state."""
 
     sites: Sequence[int]
     counted: Sequence[int]
@@ -101,7 +102,7 @@ class _Step:
 
 
 class StatsQueue:
-    """Statistics on their way to the host by step, oldest first. The step decides which are taken, not the arrival.
+    """Statistics on their way to the host by step, oldest first. Steps decide which are taken, not arrival.
 
     Threads that share a compiled model push at any time; one of them takes.
     """
@@ -109,22 +110,22 @@ class StatsQueue:
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque()
         self._lock = threading.Lock()
-        """Held while the steps or their pushes change or are listed, never while a device is waited for."""
+        """Locked while the steps or their pushes change or are listed, never while waiting for a device."""
         self._is_muted = False
 
     def __len__(self) -> int:
-        """Return how many vectors wait."""
+        """Return the number of pending vectors."""
         return len(self._waiting())
 
     @property
     def is_muted(self) -> bool:
-        """Say whether pushes are dropped, since what runs repeats what was seen."""
+        """Return whether pushes are dropped (`muted`)."""
         return self._is_muted
 
     def push(self, sites: Sequence[int], stats: torch.Tensor, counted: Sequence[int] = ()) -> None:
-        """Take one graph's vector without waiting for the device.
+        """Queue one graph's vector without waiting for the device.
 
-        (10 * sites + 128 * counted,) float64: a row of counts per site, then the histograms of ``counted``.
+        ``stats``: (10 * sites + 128 * counted,) float64, a row of counts per site, then the histograms of ``counted``.
         """
         if self._is_muted:
             return
@@ -140,14 +141,14 @@ class StatsQueue:
                     self._steps.popleft()
 
     def close(self, step: int) -> None:
-        """Begin a step: what was pushed since the last one is of number ``step``."""
+        """Close the open step: give the number ``step`` to everything pushed since the last close."""
         with self._lock:
             if self._steps and self._steps[-1].number is None:
                 self._steps[-1].number = step
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Take nothing for a while: what runs repeats what was seen."""
+        """Drop pushes within the context, whose code repeats a computation that was already counted."""
         self._is_muted = True
         try:
             yield
@@ -155,9 +156,9 @@ class StatsQueue:
             self._is_muted = False
 
     def take(self, *, keep: int = 0, wait: bool = True) -> Iterator[tuple[int | None, list[SiteStats]]]:
-        """Yield the statistics of all steps but the ``keep`` newest, with the step's number; None where it is open.
+        """Remove and yield (step, statistics) of all steps but the ``keep`` newest; an open step's number is None.
 
-        Waits for the device. Without ``wait`` the first step that has not arrived ends it.
+        Waits for the device. Without ``wait``, stop at the first step that has not arrived.
         """
         while (step := self._next(keep, wait=wait)) is not None:
             yield step.number, step.read()
@@ -173,24 +174,24 @@ class StatsQueue:
             return [push for step in self._steps for push in step.pushes]
 
     def peek(self, *, wait: bool = True) -> Iterator[SiteStats]:
-        """Yield what waits, oldest first, and leave it there; without ``wait`` only what has arrived."""
+        """Yield pending statistics, oldest first, and keep them; without ``wait`` only those that have arrived."""
         for push in self._waiting():
             if wait or push.has_arrived:
                 yield from push.read()
 
     def forget(self) -> None:
-        """Drop what waits."""
+        """Drop all pending statistics."""
         with self._lock:
             self._steps.clear()
 
     def state(self) -> list[dict[str, Any]]:
-        """Return what waits as plain JSON data; waits for the device. A number that is not finite is a text."""
+        """Return pending statistics as plain JSON data; waits for the device. Non-finite numbers become strings."""
         with self._lock:
             steps = [replace(step, pushes=[*step.pushes]) for step in self._steps]
         return [{"step": step.number, "statistics": [_plain(stats) for stats in step.read()]} for step in steps]
 
     def load(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Take `state`'s result in place of what waits."""
+        """Replace the pending statistics by a result of `state`."""
         steps = []
         for saved in state:
             found = tuple(_from_plain(stats) for stats in saved["statistics"])

@@ -1,8 +1,8 @@
 """The scale table: one int32 row per site, cast or rescale; an input of every compiled graph.
 
-Column 0 is the scale exponent; the next eight parameterise rounding for storage ``simulate`` (`rows.FormatRow`),
-the last two are `symbolic.CARRIED` and `symbolic.MEASURE`. A change makes a new tensor: the backward of a step always
-reads the table of its forward.
+Column 0 is the scale exponent. The next eight columns parameterise rounding for storage ``simulate``
+(`rows.FormatRow`). The last two are `symbolic.CARRIED` and `symbolic.MEASURE`. A change makes a new tensor, so the
+backward of a step always reads the table of its forward.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from fxprec.plan.scales import Cast, ScaleGraph, Slot
 
 @dataclass(frozen=True)
 class Formats:
-    """All that the rounding columns of the table depend on."""
+    """Everything that the rounding columns of the table depend on."""
 
     sites: tuple[Site, ...]
     scales: ScaleGraph | None
     num_rows: int
     held: tuple[tuple[int, str], ...] = ()
-    """Other formats than the plan's, by site."""
+    """Formats in force instead of the plan's, by site."""
 
 
 @dataclass(frozen=True)
 class TableState:
-    """All that the table depends on."""
+    """Everything that the table depends on."""
 
     formats: Formats
     exps: tuple[int, ...]
     """The exponent of each variable of the scale graph."""
     copies: tuple[int, ...]
-    """The exponent of each of its copies."""
+    """The exponent of each scaled copy of the scale graph."""
     measures: bool
 
 
 class ScaleTable:
-    """The table on its device: the same tensor until its state is another."""
+    """The table on its device: the same tensor until its state changes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -88,9 +88,9 @@ class Latest(Generic[_K, _V]):
 def format_rows(
     sites: Sequence[Site], rows: int, scales: ScaleGraph | None = None, held: Mapping[int, str] | None = None
 ) -> torch.Tensor:
-    """Return the (rows, TABLE_COLUMNS) int32 table without scales. Rows that nobody uses are zero.
+    """Return the (rows, TABLE_COLUMNS) int32 table without scales. Unused rows are zero.
 
-    ``held`` names other formats than the plan's, by site.
+    ``held`` has the formats in force instead of the plan's, by site.
     """
     table = [[0] * TABLE_COLUMNS for _ in range(rows)]
     held = held or {}
@@ -105,7 +105,10 @@ def format_rows(
 def with_scales(
     base: torch.Tensor, scales: ScaleGraph, exps: Sequence[int], copies: Sequence[int] = (), *, measure: bool
 ) -> torch.Tensor:
-    """Return a copy of `format_rows` with exponents, by variable and by copy of ``scales``, and the flag to measure."""
+    """Return a copy of ``base`` (`format_rows`) with the scale exponents and the flag to measure.
+
+    ``exps`` has one exponent per variable of ``scales``, ``copies`` one per scaled copy.
+    """
     of_copies = dict(zip((copy.row for copy in scales.copies), copies, strict=True)) if copies else {}
 
     def exp(variable: int | None) -> int:

@@ -1,4 +1,4 @@
-"""Compare a GPU's own 8-bit cast with the format's definition, once for each process, format and device."""
+"""Check a GPU's own 8-bit cast against the format's definition, once per process, format and device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fxprec.runtime.gemm.transpose_kernels import flags, launch
 
 
 def casts_in_hardware(fmt: Format, device: torch.device, *, keep: bool) -> bool:
-    """Say whether kernels on a device shall round to a format by its instruction.
+    """Return whether kernels on a device round to a format by the device's cast instruction.
 
-    Compares the instruction with the definition at the first call. A difference is a warning, and rounding stays in
-    integers, a quarter more instructions.
+    The first call compares the instruction with the definition. If they differ, it warns, and rounding stays in
+    integers, with a quarter more instructions.
     """
     if not codecs.has_instruction(fmt) or compat.no_native_fp8(device) is not None or device.type != "cuda":
         return False
@@ -43,11 +43,11 @@ def _agrees(fmt: Format, device: torch.device, keep: bool) -> bool:
 
 
 def _differing(fmt: Format, device: torch.device, keep: bool) -> float | None:
-    """Return the first probe that the instruction rounds otherwise than the definition, or None.
+    """Return the first probe that the instruction does not round as the definition does, or None.
 
-    A NaN may have either sign: a GPU's multiplication by the scale drops it.
+    A NaN may have either sign, because a GPU's multiplication by the scale drops the sign.
     """
-    with compat.unset_fake_temporarily():  # asked while a graph compiles
+    with compat.unset_fake_temporarily():  # called while a graph compiles
         x = probes(fmt)
         found = _cast(x.to(device), fmt, keep).cpu()
         expected = folded_codes(x, fmt, kept_infinity(fmt) if keep else None).to(torch.uint8)
@@ -64,9 +64,9 @@ def _cast(x: Tensor, fmt: Format, keep: bool) -> Tensor:
 
 
 def probes(fmt: Format) -> Tensor:
-    """Return float32 numbers at which roundings differ: each number of a format, each middle, and their neighbours.
+    """Return float32 numbers at which roundings can differ: a format's numbers, their midpoints, and all neighbours.
 
-    Beside them what lies beyond the largest, float32's own subnormals, infinities and NaNs; each with both signs.
+    Numbers beyond the largest, float32's own subnormals, infinities and NaNs are added. Each comes with both signs.
     """
     numbers = decode(torch.arange(128, dtype=torch.uint8, device="cpu"), fmt)
     numbers = numbers[torch.isfinite(numbers)].sort().values

@@ -1,4 +1,4 @@
-"""List the formats, layouts and tiles in which training uses the kernels, to compile them ahead of time."""
+"""List the kernels that training uses, by format, layout and tile, to compile them ahead of time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxprec.runtime.gemm.tiles import TILES, Tile
 
 @dataclass(frozen=True)
 class Specialization:
-    """One kernel with everything its machine code depends on."""
+    """One kernel with everything that its machine code depends on."""
 
     name: str
     kernel: object
@@ -31,7 +31,7 @@ class Specialization:
 
 
 OLDEST_WITH_CASTS = 89
-# (format, what is rounded, layout): aligned rows as activations have them, and any strides.
+# (format, dtype that is rounded, layout): "rows" are aligned as those of activations, "strided" has any strides.
 _CASTS = (
     ("e4m3fn", "fp32", "rows"),
     ("e5m2_sat", "bf16", "rows"),
@@ -39,7 +39,7 @@ _CASTS = (
     ("1-6-9", "fp32", "rows"),
     ("e4m3fn", "fp32", "strided"),
 )
-# (a, b, codes that come out or None).
+# (format of a, format of b, format of the result's codes or None).
 _PRODUCTS = (
     ("e4m3fn", "e5m2_sat", None),
     ("1-4-3+4", "1-5-2", "1-5-2"),
@@ -67,7 +67,7 @@ def _pointer(name: str) -> str:
 def cast(
     name: str, source: str, layout: str, arch: int, *, row_major: bool = True, stats: bool = True
 ) -> Specialization:
-    """Return the kernel that makes codes of a format ``name`` and their transpose, of what is ``source``."""
+    """Return the kernel that rounds a ``source`` matrix to codes of format ``name`` and transposes them."""
     fmt = parse(name)
     signature = {"x_ptr": f"*{source}:16", "row_ptr": "*i32", "q_ptr": _pointer(name), "t_ptr": _pointer(name)}
     signature |= {"counts_ptr": "*i32:16", "m": "i32:16", "n": "i32:16", "stride_m": "i32:16"}
@@ -84,7 +84,7 @@ def cast(
 
 
 def transposition() -> Specialization:
-    """Return the kernel that transposes codes of 8 bits."""
+    """Return the kernel that transposes 8-bit codes."""
     signature = {"q_ptr": "*u8:16", "t_ptr": "*u8:16", "m": "i32:16", "n": "i32:16", "stride_m": "i32:16"}
     constants = {"stride_n": 1, "ROWS": transpose_kernels.ROWS, "COLUMNS": transpose_kernels.COLUMNS}
     return Specialization(
@@ -109,11 +109,11 @@ def _gathered() -> Specialization:
 
 
 def product(a: str, b: str, out: str | None, tile: Tile) -> Specialization:
-    """Return the generated GEMM of formats ``a`` and ``b`` in one tile; ``out`` None: bfloat16 comes out."""
+    """Return the generated GEMM of formats ``a`` and ``b`` in one tile; ``out`` None: the result is bfloat16."""
     signature = {"a_ptr": _pointer(a), "b_ptr": _pointer(b), "bias_ptr": "*bf16:16", "exp_a_ptr": "*i32"}
     signature |= {"exp_b_ptr": "*i32", "row_ptr": "*i32", "out_ptr": _pointer(out) if out else "*bf16:16"}
     signature |= {"counts_ptr": "*i32:16", "m": "i32:16", "n": "i32:16", "k": "i32:16", "bucket": "i32:16"}
-    signature |= {"stride_am": "i32:16", "stride_bn": "i32:16"}  # both operands along the summed dimension
+    signature |= {"stride_am": "i32:16", "stride_bn": "i32:16"}  # operands are contiguous in the summed dimension
     codes = None if out is None else parse(out)
     constants = matmul.flags(parse(a), parse(b), out=codes, bias=True, middle=torch.bfloat16) | matmul.tile_flags(tile)
     constants |= {"stride_ak": 1, "stride_bk": 1}

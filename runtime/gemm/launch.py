@@ -1,4 +1,4 @@
-"""Start launches of the kernels around GEMMs, or note them to compile the kernels before the first step."""
+"""Launch the kernels around GEMMs, or note the launches to compile the kernels before the first step."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 
 from fxprec.runtime import on_device
 
-ALIGNMENT = 16  # bytes or numbers: what Triton tells apart, beside 1
+ALIGNMENT = 16  # Triton specialises code on addresses and integers divisible by this, and on integers equal to 1
 _UNALIGNED = ALIGNMENT + 1
 _LARGE = 1 << 31
 
 Alternatives = tuple["Launch", ...]
-"""Launches that replace each other: a product in different tiles."""
+"""Launches of which one is enough: one product in different tiles."""
 
 
 class TritonKernel(Protocol):
-    """What ``triton.jit`` returns."""
+    """A kernel as returned by ``triton.jit``."""
 
     def warmup(self, *args: object, grid: tuple[int, ...], **options: object) -> object:
         """Compile for arguments of these types, and launch nothing. Raises what Triton's compiler raises."""
@@ -31,20 +31,20 @@ class TritonKernel(Protocol):
 
 @dataclass(frozen=True)
 class Pointer:
-    """A tensor as Triton's compiler sees it. The memory itself begins at a multiple of 16."""
+    """A tensor as Triton's compiler sees it. Its storage begins at a multiple of 16 bytes."""
 
     dtype: torch.dtype
     offset: int
-    """Bytes, below 16."""
+    """Bytes from that multiple, below 16."""
 
     def data_ptr(self) -> int:
-        """Return an address: Triton's compiler asks how it is aligned and nothing else."""
+        """Return a stand-in for the address; Triton's compiler reads only its alignment."""
         return self.offset
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch, by what its machine code depends on."""
+    """One launch, described by what its machine code depends on."""
 
     kernel: TritonKernel
     device: torch.device
@@ -59,7 +59,7 @@ class Launch:
         return cls(kernel, device, tuple(map(_specialised, arguments)), tuple(options.items()))
 
     def why_not_compiled(self) -> str | None:
-        """Compile as the launch would; return the compiler's last line where that fails."""
+        """Compile the kernel as the launch would; return the error's type and last line, or None if it compiles."""
         try:
             with on_device.current(self.device):
                 self.kernel.warmup(*self.arguments, grid=(1,), **dict(self.options))
@@ -70,7 +70,7 @@ class Launch:
 
 
 def _specialised(argument: torch.Tensor | int) -> Pointer | int:
-    """Return what stands for all arguments that Triton compiles alike."""
+    """Return a value that stands for all arguments for which Triton compiles the same code."""
     if isinstance(argument, torch.Tensor):
         return Pointer(argument.dtype, int(argument.storage_offset()) * argument.itemsize % ALIGNMENT)
     if argument == 1 or argument >= _LARGE:
@@ -83,7 +83,7 @@ _noted: ContextVar[list[Alternatives] | None] = ContextVar("noted launches", def
 
 @contextmanager
 def noting() -> Iterator[list[Alternatives]]:
-    """Note launches in the list that is yielded, instead of starting them."""
+    """Within the context, append launches to the yielded list instead of starting them."""
     found: list[Alternatives] = []
     token = _noted.set(found)
     try:
@@ -93,12 +93,12 @@ def noting() -> Iterator[list[Alternatives]]:
 
 
 def is_noting() -> bool:
-    """Say whether launches are noted instead of started."""
+    """Return whether launches are noted instead of started."""
     return _noted.get() is not None
 
 
 def enqueue(kernel: TritonKernel, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
-    """Launch on the tensors' device, or note the launch."""
+    """Launch a kernel on the tensors' device, or note the launch."""
     if (found := _noted.get()) is not None:
         found.append((Launch.of(kernel, arguments, options),))
         return
@@ -108,7 +108,7 @@ def enqueue(kernel: TritonKernel, grid: tuple[int, ...], *arguments: object, **o
 
 
 def note_alternatives(kernel: TritonKernel, arguments: Sequence[Any], options: Sequence[dict[str, Any]]) -> None:
-    """Note launches among which the first run chooses the fastest."""
+    """Note launches of which the first run will choose the fastest."""
     found = _noted.get()
     assert found is not None
     found.append(tuple(Launch.of(kernel, arguments, each) for each in options))

@@ -1,7 +1,7 @@
-"""A Triton GEMM of stored operands: codes are decoded on the way in, and may be encoded on the way out.
+"""Multiply stored operands in a Triton GEMM that decodes codes as it loads them and can encode the result.
 
-Operands are codes of any format of at most 16 bits, or plain floats; each is read as the narrowest dtype that holds
-its numbers exactly, so products are exact, and sums are float32, in steps of the tile's depth.
+Operands are codes of any format of at most 16 bits, or plain floats. Both are converted to the narrowest dtype that
+holds their numbers exactly, so products are exact. Sums are float32, in steps of the tile's depth.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ largest_bits, count_lost, note_facts = map(device_function, ("largest_bits", "co
 
 @triton.jit
 def _read(at: tl.tensor, inside: tl.tensor, DECODE: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """Load a tile of an operand as the tensor cores take it; zeros outside."""
+    """Load a tile of an operand in the dtype of the tensor cores; zeros outside of the matrix."""
     value = tl.load(at, mask=inside, other=0.0 if DECODE is None else 0)
     if DECODE is not None:
         value = DECODE(value.to(tl.int32))
@@ -42,7 +42,7 @@ def _read(at: tl.tensor, inside: tl.tensor, DECODE: tl.constexpr, DTYPE: tl.cons
 
 @triton.jit
 def _nearest(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Convert float32 to ``DTYPE``, to the nearest: Triton's interpreter cuts bfloat16 off, which hardware rounds."""
+    """Round float32 to the nearest ``DTYPE``, as hardware does. Triton's interpreter truncates to bfloat16."""
     if INTERPRETED and tl.bfloat16 == DTYPE:
         x = tl.where(x == x, as_bfloat16(x), x)
     return x.to(DTYPE)
@@ -112,9 +112,9 @@ def matmul_kernel(
     if ENCODE is None:
         tl.store(at, _nearest(total, out_ptr.dtype.element_ty), mask=inside)
     else:
-        total = _nearest(total, MIDDLE).to(tl.float32)  # as a GEMM that hands on this dtype would
+        total = _nearest(total, MIDDLE).to(tl.float32)  # as a GEMM with this result dtype rounds
         if STATS:
-            largest = largest_bits(total, inside)  # first, so that ``total`` need not be kept
+            largest = largest_bits(total, inside)  # first, so that ``total`` leaves its registers
         factor = power(tl.load(row_ptr))
         stored = total * factor
         if STATS:
@@ -127,7 +127,7 @@ def matmul_kernel(
 
 @dataclass(frozen=True)
 class Operand:
-    """A matrix as it is stored, in any layout. ``value = decode(codes, fmt) * 2**-exponent``."""
+    """A stored matrix in any layout. ``value = decode(codes, fmt) * 2**-exponent``."""
 
     codes: Tensor
     """(M, K) or (K, N): unsigned codes of ``fmt``, or plain floats."""
@@ -139,11 +139,11 @@ class Operand:
 
 @dataclass(frozen=True)
 class Output:
-    """A product that is stored as codes: ``encode(product * 2**row[0], fmt)``."""
+    """The codes that a product is stored as: ``encode(product * 2**row[0], fmt)``."""
 
     fmt: Format
     row: Tensor
-    """Its row of the scale table, int32."""
+    """The result's row of the scale table, int32."""
     keep: bool = False
     stats: bool = True
 
@@ -152,9 +152,10 @@ _TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32
 
 
 def dot_dtype(a: Format, b: Format) -> tuple[torch.dtype, str]:
-    """Return the dtype in which tensor cores multiply numbers of ``a`` and ``b`` exactly, and the precision to ask.
+    """Return the dtype in which tensor cores multiply ``a`` and ``b`` exactly, and Triton's ``input_precision``.
 
-    bfloat16 or float16 where one holds both, else float32: as tf32 where 10 mantissa bits are enough.
+    The dtype is bfloat16 or float16 if one of them contains both formats, else float32, as tf32 if 10 mantissa bits are
+    enough.
     """
     for dtype, carrier in ((torch.bfloat16, BF16), (torch.float16, FP16)):
         if carrier.contains(a) and carrier.contains(b):
@@ -169,7 +170,7 @@ def flags(a: Format, b: Format, *, coded: tuple[bool, bool] = (True, True), out:
     """Return the compile-time arguments for operands of formats ``a`` and ``b`` and codes ``out``, if any."""
     dtype, precision = dot_dtype(a, b)
     if dtype == torch.bfloat16 and compat.runs_in_interpreter(matmul_kernel):
-        dtype = torch.float32  # the same numbers: the interpreter multiplies bfloat16 as if it were integers
+        dtype = torch.float32  # the interpreter multiplies bfloat16 as if it were integers; the numbers are the same
     return {
         "DECODE_A": device.decoder(a) if coded[0] else None,
         "DECODE_B": device.decoder(b) if coded[1] else None,
@@ -205,8 +206,8 @@ def matmul(
 ) -> tuple[Tensor, Tensor]:
     """Return the product (M, N) and the striped counters.
 
-    The product is rounded to ``dtype``, and with ``out`` stored as codes of that. ``tile`` None: the fastest of
-    `TILES` for the shape, found at its first run (rows in powers of two count as one shape).
+    The product is rounded to ``dtype`` and, with ``out``, then stored as codes. ``tile`` None: the fastest of `TILES`
+    for the shape, found at its first run. Shapes whose rows round up to the same power of two count as one.
     """
     (m, k), n = a.codes.shape, b.codes.shape[1]
     formats = [x.fmt or _PLAIN.get(x.codes.dtype, FP32) for x in (a, b)]
@@ -219,7 +220,7 @@ def matmul(
         keep=bool(out and out.keep), stats=bool(out and out.stats), middle=dtype, bias=bias is not None,
         scaled=(a.exponent is not None, b.exponent is not None),
     )  # fmt: skip
-    spare = counts  # never read
+    spare = counts  # passed for absent tensors, never read
     args = (
         a.codes, b.codes, spare if bias is None else bias, spare if a.exponent is None else a.exponent,
         spare if b.exponent is None else b.exponent, spare if out is None else out.row, result, counts, m, n, k,
@@ -238,7 +239,7 @@ def matmul(
 
 @dataclass(frozen=True)
 class _Call:
-    """One product: the kernel's arguments, but for the tile."""
+    """One product: the kernel's arguments except for the tile."""
 
     args: tuple[Any, ...]
     static: dict[str, Any]
@@ -251,7 +252,7 @@ class _Call:
         enqueue(matmul_kernel, grid, *self.args, **self._options(tile))
 
     def note(self) -> None:
-        """Note the launch in the tile that is known to be the fastest, or in all that will be tried."""
+        """Note the launch with the tile that is known to be fastest, or with all tiles that will be tried."""
         known = tuning.known_tile(self._key)
         tiles = self._tiles if known is None else [known]
         note_alternatives(matmul_kernel, self.args, [self._options(tile) for tile in tiles])
@@ -262,7 +263,7 @@ class _Call:
         tile = tuning.known_tile(self._key)
         if tile is None:
             tile = tuning.fastest(self._key, self._tiles, self.run)
-            self.args[7].zero_()  # the trials counted
+            self.args[7].zero_()  # the timed runs counted too
         return tile
 
     def _options(self, tile: Tile) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The kernels as ops of compiled graphs. On a CPU they run in Triton's interpreter, or not at all."""
+"""Implement the kernels' ops of compiled graphs. On a CPU the kernels run in Triton's interpreter, or not at all."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def totals(
     measured: Sequence[bool],
     scaled: Sequence[bool],
 ) -> torch.Tensor:
-    """Return rows of counts from those of the parts, flat float64; on a CPU by plain torch."""
+    """Add up the counts of each tensor's parts to rows of counts, flat float64; on a CPU by plain torch."""
     facts = (rows, sizes, elements, measured, scaled)
     if lost.device.type != "cuda" and not compat.triton_interprets():
         return stats.totals(lost, amax, moments, table, *facts).flatten()
@@ -116,7 +116,7 @@ def totals(
 
 
 def gathered(counters: torch.Tensor) -> torch.Tensor:
-    """Return rows of counts from striped counters, flat float64."""
+    """Add up striped counters to rows of counts, flat float64."""
     from fxprec.runtime.gemm import totals
 
     return totals.gathered(counters).flatten()
@@ -138,7 +138,7 @@ def _check_device(x: torch.Tensor) -> None:
 
 
 def _named(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn Triton's own errors into one line that names kernel, cause and way out."""
+    """Wrap ``function`` so that Triton's own errors become one line with the kernel, the cause and the way out."""
 
     @functools.wraps(function)
     def call(first: torch.Tensor, *args: object) -> Any:
@@ -173,7 +173,7 @@ for _call, _function in _FUNCTIONS.items():
 
 
 def launches_of(call: type[Call], args: Sequence[Any]) -> list[Alternatives]:
-    """Return what an operator launches for these arguments: fake tensors on a GPU. Nothing is started."""
+    """Return the launches of an operator for these arguments, fake tensors on a GPU. Nothing is started."""
     from fxprec.runtime.gemm.launch import noting
 
     with noting() as found:

@@ -24,7 +24,7 @@ def gemm(
     kernel: str,
     fast: bool,
 ) -> torch.Tensor:
-    """Return (m, n) numbers of codes ``a`` (m, k) and ``b`` (k, n) multiplied in float32, plus ``bias`` (n,)."""
+    """Multiply codes ``a`` (m, k) and ``b`` (k, n) in float32, add ``bias`` (n,), and return (m, n) numbers."""
     product = numbers(a, table, row_a, format_a) @ numbers(b, table, row_b, format_b)
     return (product if bias is None else product + bias.to(torch.float32)).to(dtype)
 
@@ -35,12 +35,12 @@ def transposed(q: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(counters: torch.Tensor) -> torch.Tensor:
-    """Add up what each block has counted, as a flat tensor."""
+    """Add up the counters of all blocks; return rows of counts as a flat tensor."""
     return stats.gathered(counters).flatten()
 
 
 def numbers(codes: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
-    """Decode what a row of the table holds, without its scale."""
+    """Decode codes and take off the scale in a row of the table."""
     fmt = parse(format)
     exponent = 0 if row == AS_STORED else int(table[row, 0])
     return reference_decode(codes.view(fmt.code_dtype), fmt) * 2.0**-exponent

@@ -1,4 +1,4 @@
-"""Tiles of the generated GEMM, from which autotuning chooses."""
+"""List the tiles of the generated GEMM, from which autotuning chooses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Tile:
     warps: int
     stages: int
     least_arch: int = 80
-    """The oldest architecture on which it spills no registers."""
+    """The oldest architecture on which the tile spills no registers."""
 
 
-# Large tiles for the tensor cores, small ones for few rows and for odd shapes. None spills where it is used, and each
-# fits sm_89's 99 KiB (benchmarks/results/*-gemm-kernels.json).
+# Large tiles for the tensor cores, small ones for few rows and for odd shapes. None spills registers where it is used,
+# and each fits the 99 KiB of sm_89's shared memory (benchmarks/results/*-gemm-kernels.json).
 TILES = (
     Tile(128, 128, 64, 8, 3, least_arch=89),
     Tile(128, 128, 32, 8, 4, least_arch=89),
@@ -30,4 +30,4 @@ TILES = (
     Tile(16, 128, 64, 4, 4),
 )
 SMALL = Tile(16, 32, 32, 4, 1)
-"""The interpreter's: it runs programs one by one, and edges want to be met."""
+"""The interpreter's tile. Programs run one by one there, and a small tile lets tests reach edges."""

@@ -1,7 +1,7 @@
-"""Add up the counts that a graph's kernels left for each part of a tensor, and in striped counters.
+"""Add up the counts that a graph's kernels left for each part of a tensor, and the counts in striped counters.
 
-A cast has up to hundreds of thousands of parts: `SPLITS` programs add up a share each, then one adds up the shares.
-No sum of floats is an atomic, so the same parts give the same bits in every run.
+A cast has up to hundreds of thousands of parts. ``SPLITS`` programs add up a share of the parts each, then one program
+adds up the shares. Floats are not added by atomics, so the same parts give the same bits in every run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxprec.runtime.gemm.launch import enqueue
 
 BLOCK, WARPS = 1024, 8
 NUMBERS = 7
-"""Numbers of a share: overflow, underflow, bits of amax, non-zero, sums of squares, logarithms, squared logarithms."""
+"""Numbers in a share: overflow, underflow, bits of amax, non-zero, sums of squares, logarithms, squared logarithms."""
 MOST_SPLITS = 128
 
 
@@ -124,9 +124,9 @@ def flags(
     scaled: Sequence[bool],
     columns: int,
 ) -> dict[str, Any]:
-    """Return what both kernels are compiled with; of each site the row, first part, parts, first moment or -1, ...
+    """Return the compile-time arguments that both kernels share.
 
-    The facts end with whether the site is scaled, and its elements.
+    ``FACTS`` has a tuple per site: row, first part, number of parts, first moment or -1, whether scaled, elements.
     """
     facts, start, moments = [], 0, 0
     for row, size, number, has_moments, is_scaled in zip(rows, sizes, elements, measured, scaled, strict=True):
@@ -147,12 +147,12 @@ def totals_flags(constants: dict[str, Any], splits: int) -> dict[str, Any]:
 
 
 def splits_of(parts: int) -> int:
-    """Return among how many programs the parts of the largest site are shared: a power of two."""
+    """Return the number of programs that share the parts of the largest site, a power of two."""
     return min(int(triton.next_power_of_2(triton.cdiv(parts, 2 * BLOCK))), MOST_SPLITS)
 
 
 def totals(lost: Tensor, amax: Tensor, moments: Tensor, table: Tensor, constants: dict[str, Any]) -> Tensor:
-    """Return rows of `fxprec.numerics.stats.Counts`, (sites, `WIDTH`) float64; arguments as of `stats.totals`."""
+    """Return rows of `fxprec.numerics.stats.Counts`, (sites, `WIDTH`) float64, from the tensors of `stats.totals`."""
     sites, outer = len(constants["FACTS"]), lost.numel() // lost.shape[-1]
     splits = splits_of(outer * max(fact[2] for fact in constants["FACTS"]))
     out = torch.empty(sites, WIDTH, dtype=torch.float64, device=lost.device)

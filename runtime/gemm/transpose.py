@@ -1,4 +1,8 @@
-"""Make two low copies of a matrix in one read, its codes row-major and transposed, and count what rounding loses."""
+"""Make two low copies of a matrix in one read, row-major and transposed codes, and count what rounding loses.
+
+On Hopper the three GEMMs of a linear layer need both copies, because fp8 tensor cores read operands along the summed
+dimension only (docs/gemm.md has the table).
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,10 @@ from fxprec.runtime.gemm.transpose_kernels import COLUMNS, ROWS, WARPS, flags, g
 def quantize_transpose(
     x: Tensor, row: Tensor, fmt: Format, *, keep: bool = False, row_major: bool = True, stats: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes (M, N), their transpose (N, M), both contiguous, and the striped counters, of x (M, N).
+    """Return the codes (M, N) of ``x``, their transpose (N, M), both contiguous, and the striped counters.
 
-    ``x`` is float32, bfloat16 or float16 in any layout; ``row`` the format's row of the scale table.
-    Bits as ``encode(x * 2**row[0])``. Codes not wanted ``row_major`` are empty, and so are counters without ``stats``.
+    ``x`` (M, N) is float32, bfloat16 or float16 in any layout; ``row`` is its row of the scale table. The codes are
+    those of ``encode(x * 2**row[0])``. Without ``row_major`` the first result is empty, without ``stats`` the last.
     """
     m, n = x.shape
     q = torch.empty((m, n) if row_major else 0, dtype=fmt.code_dtype, device=x.device)

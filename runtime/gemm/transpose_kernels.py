@@ -1,6 +1,6 @@
 """Triton kernels that make two low copies of a matrix in one read, row-major and transposed, and count what is lost.
 
-The three GEMMs of a linear layer want both on Hopper, whose fp8 tensor cores read operands along the summed
+On Hopper the three GEMMs of a linear layer need both copies, because fp8 tensor cores read operands along the summed
 dimension only (docs/gemm.md has the table).
 """
 
@@ -59,7 +59,7 @@ def quantize_transpose_kernel(
     at = i[:, None].to(tl.int64) * stride_m + j[None, :].to(tl.int64) * stride_n
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if STATS:
-        largest = largest_bits(x, None)  # 0 is loaded outside; first, so that ``x`` need not be kept
+        largest = largest_bits(x, None)  # zeros are loaded outside; first, so that ``x`` leaves its registers
     factor = power(tl.load(row_ptr))
     stored = x * factor
     code = ENCODE(stored).to(q_ptr.dtype.element_ty)
@@ -71,7 +71,7 @@ def quantize_transpose_kernel(
         if program == 0:
             note_facts(counts_ptr, tl.cast(m, tl.int64) * n, tl.load(row_ptr + CARRIED), tl.load(row_ptr), measure)
         count_lost(largest, stored, None, factor, counts_ptr, LIMITS[0], LIMITS[1])
-        if measure != 0:  # in few steps: read again in parts, since a tile at once would take registers of every step
+        if measure != 0:  # few steps measure: read parts again, because a whole tile would cost every step registers
             for part in range(ROWS // PART):
                 k = (program // tiles) * ROWS + part * PART + tl.arange(0, PART)
                 here = (k[:, None] < m) & (j[None, :] < n)
@@ -109,7 +109,7 @@ def grid(m: int, n: int) -> tuple[int]:
 def flags(
     fmt: Format, *, keep: bool = False, row_major: bool = True, stats: bool = True, hardware: bool = False
 ) -> Mapping[str, Any]:
-    """Return the compile-time arguments of the kernel for a format; ``hardware``: it rounds by an instruction."""
+    """Return the compile-time arguments of the kernel for a format; ``hardware``: round by the cast instruction."""
     return {
         "ENCODE": (device.caster if hardware else device.encoder)(fmt, keep=keep),
         "LIMITS": thresholds(format_row(fmt)),

@@ -1,7 +1,7 @@
 """Find the fastest tile of the generated GEMM at a product's first run, and keep it on disk for other processes.
 
-An entry belongs to a GPU's name, a version of Triton, and all that the time depends on: sizes, layouts, dtypes, and
-formats, since the fastest tile depends on decoding.
+The key of an entry has the GPU's name, the version of Triton and everything that the time depends on: sizes, layouts,
+dtypes, and formats, because decoding changes which tile is fastest.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _tiles: dict[str, Tile] = {}
 
 
 def key_of(device: torch.device, *facts: object) -> str:
-    """Return the key of a product on a device; ``facts`` are plain data or have a text of their own."""
+    """Return the key of a product on a device; ``facts`` are plain data or are turned into text by ``str``."""
     return json.dumps([torch.cuda.get_device_name(device), triton.__version__, *facts], default=str)
 
 
 def known_tile(key: str) -> Tile | None:
-    """Return the tile that this process or another one found."""
+    """Return the fastest tile that this process or another one found, or None."""
     if key not in _tiles and (tile := _read(key)) is not None:
         _tiles[key] = tile
     return _tiles.get(key)
 
 
 def fastest(key: str, tiles: Sequence[Tile], run: Callable[[Tile], None]) -> Tile:
-    """Time ``tiles`` by ``run``, and keep the fastest; one that cannot start does not count. Raises where none can."""
+    """Time ``tiles`` by ``run``, leave out those that cannot start, and keep the fastest. Raises if none can start."""
     begun = time.perf_counter()
     seconds = {tile: _seconds(run, tile) for tile in tiles}
     best = min(tiles, key=lambda tile: seconds[tile])

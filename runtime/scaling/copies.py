@@ -1,8 +1,8 @@
-"""Keep the scales of stored copies while training runs: each fits its own tensor, whatever the others do.
+"""Keep the scales of stored copies while training runs: each scale fits its own tensor, independent of the others.
 
-A copy is scaled up where its largest magnitude lies near the format's small end, and not at all elsewhere: tensors that
-are too large are promoted (`fxprec.runtime.controller`). On a CPU magnitudes are known as far as they were stored. So a
-copy that is all zero is scaled up by what cannot overflow, until something shows or `MAX_COPY_EXP` is reached.
+A copy is scaled up if its amax lies near the small end of the format. Otherwise it has no scale: tensors that are too
+large are promoted (`fxprec.runtime.controller`). On a CPU amax is read from the stored codes. So the scale of a copy
+that is all zero is raised by as much as cannot overflow, until an element shows or `MAX_COPY_EXP` is reached.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from fxprec.runtime.scaling.keeper import AT_ONCE_ABOVE
 from fxprec.runtime.scaling.solver import HEADROOM_EXP
 from fxprec.runtime.stats import SiteStats
 
-RECENT = 8  # steps whose largest magnitude counts
+RECENT = 8  # latest steps whose largest magnitude decides
 MAX_COPY_EXP = 60
 LOOK_AGAIN = 100
-"""Steps after which a tensor that was 0 at all scales is searched for again."""
+"""Steps after which scales are tried again for a tensor that was 0 at all scales."""
 LOWERED_EXP = 8
-"""Binades by which a copy that overflows is lowered, where its true magnitude is not known."""
+"""Least number of binades by which an overflowing copy's scale is lowered, because its true amax is not known."""
 _SAVED = ("exp", "was", "since", "empty_since")
 
 
 @dataclass
 class _Copy:
-    """What is known of one copy. A scale changes at a step; statistics of the steps before are of the other."""
+    """State of one copy: ``exp`` is its exponent from step ``since`` on, ``was`` the exponent before."""
 
     format: Format
     exp: int = 0
     was: int = 0
     since: int = 0
-    """The first step that ``exp`` is of."""
+    """The first step with exponent ``exp``."""
     empty_since: int | None = None
-    """The step at which nothing was found at any scale."""
+    """The step at which the copy was found to be 0 at all scales."""
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def exp_at(self, step: int) -> int:
         return self.exp if step >= self.since else self.was
 
     def note(self, stats: SiteStats, step: int, at_once_above: float) -> None:
-        """Choose the exponent of the steps to come, if statistics are of the present one."""
+        """Choose the exponent of later steps, if the statistics were taken under the present one."""
         if step < self.since or not math.isfinite(stats.amax):
             return
         if stats.overflow_ratio >= at_once_above and self.exp:
@@ -54,10 +54,10 @@ class _Copy:
             self.exp = max(0, min(self.exp - LOWERED_EXP, self._fitting(stats.amax)))
         elif stats.amax:
             self.empty_since = None
-            if math.ldexp(stats.amax, self.exp) >= self.format.smallest_normal:  # else it may be less by far
+            if math.ldexp(stats.amax, self.exp) >= self.format.smallest_normal:  # a subnormal amax is too coarse
                 self.recent.append(stats.amax)
             self.exp = self._settled(max(self.recent, default=stats.amax))
-        elif stats.underflow_ratio != 0:  # what was not stored as 0 by the format is 0
+        elif stats.underflow_ratio != 0:  # 0: the tensor itself is all zero; NaN: not known
             self.exp = self._searched(step)
 
     def _top(self) -> int:
@@ -68,7 +68,10 @@ class _Copy:
         return self._top() - HEADROOM_EXP - floor_log2(amax)
 
     def _settled(self, amax: float) -> int:
-        """Return the exponent in force where it still fits, with room to grow by 4 a step; 0 where none is needed."""
+        """Return the present exponent if it still fits, else one that fits; 0 if ``amax`` needs none.
+
+        A scale is given up only at four times the amax at which a copy gets one, so that it does not come and go.
+        """
         fmt = self.format
         enough = min(32 * fmt.smallest_normal, fmt.largest / 64)
         if amax >= (4 * enough if self.exp else enough):
@@ -77,13 +80,13 @@ class _Copy:
         return self.exp if 0 < self.exp <= fitting and math.ldexp(amax, self.exp) >= enough else fitting
 
     def _searched(self, step: int) -> int:
-        """Return the exponent at which a copy of zeros may show something."""
+        """Return the exponent to try next for a copy whose elements are all stored as 0."""
         if self.empty_since is not None and step - self.empty_since < LOOK_AGAIN:
             return 0
         if self.exp >= MAX_COPY_EXP:
             self.empty_since = step
             return 0
-        safe = self._fitting(self.format.smallest_subnormal)  # what is stored as 0 is smaller
+        safe = self._fitting(self.format.smallest_subnormal)  # elements stored as 0 are smaller
         return min(self.exp + safe, MAX_COPY_EXP)
 
 
@@ -91,7 +94,7 @@ class CopyScales:
     """The exponents of a graph's scaled copies."""
 
     def __init__(self, graph: ScaleGraph, at_once_above: float | None = None) -> None:
-        """Overflow of a share ``at_once_above`` of a copy's elements lowers its scale; None: 0.01."""
+        """Start with exponents 0. Overflow of a share ``at_once_above`` of a copy lowers its scale; None: 0.01."""
         self.graph = graph
         self._by_row = {copy.row: _Copy(parse(copy.format)) for copy in graph.copies}
         self._at_once_above = AT_ONCE_ABOVE if at_once_above is None else at_once_above
@@ -109,11 +112,11 @@ class CopyScales:
         return self._by_row[row].exp
 
     def was_scaled(self, row: int, step: int) -> bool:
-        """Say whether a row had a scale in that step."""
+        """Return whether a row had a scale in that step."""
         return row in self._by_row and self._by_row[row].exp_at(step) > 0
 
     def note(self, stats: SiteStats, step: int, now: int) -> tuple[int, int] | None:
-        """Take a row's statistics of a step; return its exponent before and after, where step ``now`` changes it."""
+        """Take a row's statistics of a step; return (old, new) exponent if step ``now`` changes it, else None."""
         copy = self._by_row[stats.site]
         was = copy.exp
         copy.note(stats, step, self._at_once_above)
@@ -123,20 +126,20 @@ class CopyScales:
         return was, copy.exp
 
     def take_from(self, other: CopyScales) -> None:
-        """Take what another knows of the same rows in the same format."""
+        """Take over the state of rows that ``other`` has in the same format."""
         for row, copy in self._by_row.items():
             known = other._by_row.get(row)
             if known is not None and known.format == copy.format:
                 self._by_row[row] = known
 
     def begin_with(self, exps: Mapping[int, int]) -> None:
-        """Take the exponents, by row, of copies of which nothing is known yet."""
+        """Start copies without statistics with these exponents, by row."""
         for row, copy in self._by_row.items():
             if not (copy.recent or copy.since):
                 copy.exp = copy.was = exps.get(row, copy.exp)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain JSON data: what is known of the rows of which anything is."""
+        """Return the state of all rows that have any, as plain JSON data."""
         return {
             str(row): {name: getattr(c, name) for name in _SAVED} | {"recent": list(c.recent)}
             for row, c in self._by_row.items()
@@ -144,7 +147,7 @@ class CopyScales:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take `state_dict`'s result; rows that it does not have begin anew."""
+        """Load a result of `state_dict`; rows that it lacks start anew."""
         for row, copy in self._by_row.items():
             saved = state.get(str(row), {"recent": ()})
             known = {name: saved[name] for name in _SAVED if name in saved}

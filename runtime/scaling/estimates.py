@@ -1,7 +1,7 @@
 """Predict how much of a gradient a scale saves from underflow, by the model of Zhao et al. 2020, section 3.
 
-``threshold`` is the magnitude up to which a value rounds to zero. The paper takes the smallest subnormal. With nearest
-rounding it is half of that, and only with that half predictions match measurements.
+``threshold`` is the magnitude up to which a value rounds to zero. The paper takes the smallest subnormal. With rounding
+to nearest it is half of that, and predictions match measurements only with that half.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from typing import Protocol
 from fxprec.numerics.formats import Format
 
 _STANDARD = NormalDist()
-_NO_SPREAD = 1e-6  # a deviation of ln|g| below this is that of equal values
+_NO_SPREAD = 1e-6  # least deviation of ln|g|, taken for equal values
 
 
 class Distribution(Protocol):
-    """A gradient's magnitudes, without a scale. Exponents are of the scale 2**k; rates are of non-zero elements."""
+    """The distribution of a gradient's magnitudes without a scale.
+
+    ``scale_exp`` is the k of a scale 2**k; shares are of the non-zero elements.
+    """
 
     def underflow(self, scale_exp: int) -> float:
         """Return the share that rounds to zero."""
@@ -43,8 +46,8 @@ def overflow_threshold(fmt: Format) -> float:
 def gemm_deviation(length: int, gradient: float, operand: float) -> float:
     """Return the standard deviation of a GEMM's results (Lemma 1, equation 2).
 
-    ``length`` products are summed; ``gradient`` and ``operand`` are the root mean squares of the two factors. Taken
-    over all elements, zeros among them, they hold the N/2 of a ReLU before the GEMM already.
+    ``length`` products are summed; ``gradient`` and ``operand`` are the root mean squares of the two factors. Both are
+    taken over all elements, zeros included, so they already account for the N/2 of a ReLU before the GEMM.
     """
     return math.sqrt(length) * gradient * operand
 
@@ -71,7 +74,7 @@ def log_normal_scale(mean_ln: float, std_ln: float, threshold: float, underflow:
 
 @dataclass(frozen=True, slots=True)
 class Normal(Distribution):
-    """Zero-mean normal: the result of a GEMM, or a gradient whose distribution is not known better."""
+    """Zero-mean normal: the result of a GEMM, or a gradient without a better model."""
 
     deviation: float
     fmt: Format
@@ -88,7 +91,7 @@ class Normal(Distribution):
 
 @dataclass(frozen=True, slots=True)
 class LogNormal(Distribution):
-    """Log-normal magnitudes: the gradient behind a softmax. Mean and deviation are those of ln|g|."""
+    """Log-normal magnitudes: the gradient behind a softmax. ``mean_ln`` and ``std_ln`` are those of ln|g|."""
 
     mean_ln: float
     std_ln: float

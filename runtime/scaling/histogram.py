@@ -1,9 +1,9 @@
-"""Histograms of exponents: the exact under- and overflow rate of a tensor at every power-of-two scale.
+"""Count exponents in histograms that give a tensor's exact under- and overflow rate at every power-of-two scale.
 
-Scaling by 2**k moves a float32's exponent by k and nothing else. So with bins whose borders are the format's
-threshold times powers of two, the elements beyond the threshold at any scale are a sum of whole bins. The two
-thresholds (what rounds to zero, what rounds beyond the largest) have other significands: two rows of 64 bins, the
-last one the bin of the largest magnitude, the first one also everything smaller than 2**-63 of it.
+Scaling by 2**k changes only the exponent of a float32. The borders of the bins are a format's threshold times powers of
+two, so the elements beyond the threshold at any scale fill whole bins. The thresholds of underflow and overflow have
+different significands, so each has a row of 64 bins. The last bin has the largest magnitude; the first bin also has
+everything smaller than 2**-63 of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MANTISSA = (1 << _EXPONENT) - 1
 
 
 def borders(fmt: Format) -> tuple[int, int]:
-    """Return float32 bits: the smallest magnitude that does not underflow, and the smallest that overflows."""
+    """Return the float32 bits of the smallest magnitude that does not underflow and of the smallest that overflows."""
     limits = rows.thresholds(format_row(fmt))
     assert isinstance(limits.overflow, int)
     assert isinstance(limits.underflow, int)
@@ -51,7 +51,7 @@ def _row(bits: torch.Tensor, counted: torch.Tensor, border: int) -> torch.Tensor
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of one tensor, free of its scale; exponents run from ``top - 63`` to ``top``."""
+    """Counts of one tensor without its scale, by exponent from ``top - 63`` to ``top``."""
 
     under: Sequence[float]
     over: Sequence[float]
@@ -61,7 +61,7 @@ class Histogram:
 
     @classmethod
     def of(cls, counts: Sequence[float], amax: float, fmt: Format) -> Self:
-        """Read `count_exponents`'s result; ``amax`` is the largest finite magnitude, without a scale."""
+        """Make a histogram of `count_exponents`'s result; ``amax`` is the largest finite magnitude, without a scale."""
         tops = [_index(amax, t & _MANTISSA) - (t >> _EXPONENT) for t in borders(fmt)]
         return cls(tuple(counts[:HISTOGRAM_BINS]), tuple(counts[HISTOGRAM_BINS:]), *tops)
 
@@ -71,7 +71,7 @@ class Histogram:
 
     def underflow(self, scale_exp: int) -> float:
         """Return the share of the non-zero elements that underflow at scale ``2**scale_exp``."""
-        # A bin's elements underflow when its exponent, relative to the threshold, is negative at that scale.
+        # A bin underflows if its exponent, counted from the threshold, is negative at that scale.
         below = -(self.under_top + scale_exp) + HISTOGRAM_BINS - 1
         return sum(self.under[: max(0, min(HISTOGRAM_BINS, below))]) / max(sum(self.under), 1.0)
 

@@ -1,4 +1,4 @@
-"""Keep the scales of one graph's gradients while training runs: decide when to measure and when to solve."""
+"""Keep the scales of one graph's gradients while training runs: decide when to measure and when to solve scales."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from fxprec.runtime.scaling.solver import (
 )
 from fxprec.runtime.stats import SiteStats
 
-# A gradient that underflows to zero hides what comes before it in the model, so the first scales take a few steps.
+# Most refreshes in a row. Gradients computed from one that underflows to zero are unknown, so the first scales take a
+# few steps.
 MAX_SETTLING = 8
-# Share of underflow at which waiting for the next refresh would cost too much.
+# Share of underflow above which the next refresh comes at once.
 GROSS_UNDERFLOW = 0.05
 AT_ONCE_ABOVE = 0.01
-# Share of overflow from which a gradient is too large as a whole, and all that is computed from it too small.
+# Share of overflow from which a gradient is too large as a whole, so that everything computed from it is too small.
 GROSS_OVERFLOW = 0.25
 Tell = Callable[[str, int, str], None]  # (kind of event, site, detail)
 
@@ -47,30 +48,30 @@ class Keeper(Protocol):
 
     @property
     def measures(self) -> bool:
-        """Say whether the coming step measures moments."""
+        """Return whether the coming step measures moments."""
 
     @property
     def waits(self) -> bool:
-        """Say whether the next step waits for the statistics on their way."""
+        """Return whether the next step waits for the statistics that are on their way."""
 
     @property
     def is_new(self) -> bool:
-        """Say whether no scale was chosen yet, and `begin` is to choose them."""
+        """Return whether no scale was chosen yet, so that `begin` chooses them."""
 
     def begin(self, amax: float, step: int, tell: Tell) -> None:
         """Choose the scales of step number ``step``, whose backward pass begins.
 
-        ``amax``: the largest magnitude of the gradients that come into the graph.
+        ``amax`` is the largest magnitude of the gradients that enter the graph.
         """
 
     def ask(self) -> None:
-        """Measure in the coming step, whenever the next refresh would be."""
+        """Measure in the coming step, even if no refresh is due."""
 
     def note(self, stats: SiteStats, step: int) -> None:
-        """Take one row's statistics of a step, gradients and operands alike."""
+        """Take one row's statistics of a step, those of a gradient or of a GEMM's operand."""
 
     def update(self, step: int, tell: Tell) -> None:
-        """Act on what was noted, before step number ``step`` begins."""
+        """Act on the noted statistics before step number ``step`` begins."""
 
     def describe(self, row: int) -> dict[str, Any]:
         """Return what `Backend.stats` shows of a cast."""
@@ -79,11 +80,11 @@ class Keeper(Protocol):
         """Return plain JSON data."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take `state_dict`'s result."""
+        """Load a result of `state_dict`."""
 
 
 def keeper_of(scaling: GradScaling | LossScaling, graph: ScaleGraph, at_once_above: float | None) -> Keeper:
-    """Return what keeps the scales that ``scaling`` asks for.
+    """Return the keeper of the scales that ``scaling`` describes.
 
     ``at_once_above`` is the overflow ratio from which a scale is lowered without waiting for a refresh; None: 0.01.
     """
@@ -94,19 +95,19 @@ def keeper_of(scaling: GradScaling | LossScaling, graph: ScaleGraph, at_once_abo
 
 @dataclass
 class ScaleKeeper(Keeper):
-    """A scale of its own for every cast, solved every ``interval`` steps and once right after the first."""
+    """A keeper with one scale per cast, solved every ``interval`` steps and once right after the first step."""
 
     scaling: GradScaling
     graph: ScaleGraph
     at_once_above: float  # overflow ratio that lowers a scale at once
     exps: list[int] = field(default_factory=list)
     _records: dict[int, Record] = field(default_factory=dict)  # by row, of casts and of their GEMMs' operands
-    _refused: set[int] = field(default_factory=set)  # rows of casts that wanted another scale at the last refresh
+    _refused: set[int] = field(default_factory=set)  # rows of casts whose scale was out of reach at the last refresh
     _due: bool = True
     _settling: int = 0  # refreshes in a row
     _last_refresh: int = 0
     _in_force_since: int = 0  # steps before this one ran with other exponents
-    _seen: bool = False  # whether any cast's statistics came, of zeros too
+    _seen: bool = False  # whether statistics of any cast have arrived, even of zeros
 
     def __post_init__(self) -> None:
         if not self.exps:
@@ -118,7 +119,7 @@ class ScaleKeeper(Keeper):
 
     @property
     def waits(self) -> bool:
-        return not self._seen  # step 2 is to be scaled
+        return not self._seen  # the second step needs scales
 
     @property
     def is_new(self) -> bool:
@@ -142,11 +143,11 @@ class ScaleKeeper(Keeper):
         if not (is_cast or row in self.graph.operands) or not 0.0 < stats.amax < math.inf:
             if stats.amax == 0.0 and row in self._records and self._records[row].recent:
                 self._records[row].recent.append(0.0)
-            return  # zeros say nothing, and a bad batch must not decide
+            return  # zeros have no magnitude, and a bad batch must not set scales
         record = self._records.setdefault(row, Record())
         if stats.is_measured and (
             step >= self._in_force_since or not is_cast
-        ):  # what other scales lost says nothing now
+        ):  # losses under other scales are out of date
             record.measured = stats
             record.is_fresh = is_cast
         if is_cast:
@@ -161,7 +162,7 @@ class ScaleKeeper(Keeper):
         low = stats.underflow_ratio > GROSS_UNDERFLOW
         is_small = low and math.ldexp(stats.amax, HEADROOM_EXP) < record.peak
         record.small = record.small + 1 if is_small else 0
-        # A maximum from before the scale went wrong says nothing of the gradient as it is now.
+        # A maximum from before the scale went wrong does not describe the present gradient.
         record.note_amax(stats.amax, forget=off or record.small >= PATIENCE)
         if off:
             record.recent.clear()
@@ -174,7 +175,7 @@ class ScaleKeeper(Keeper):
             self._due, self._settling = True, 0
 
     def _excess(self, row: int, amax: float) -> int:
-        """Return by how many binades ``amax`` at its scale lies beyond the format's largest number."""
+        """Return by how many binades ``amax`` at its scale exceeds the format's largest number."""
         variable = self.graph.casts[row]
         return max(0, floor_log2(amax) + self.exps[variable] - floor_log2(parse(self._cast(variable).format).largest))
 
@@ -200,7 +201,7 @@ class ScaleKeeper(Keeper):
         self._due = self._due or step + 1 - self._last_refresh >= self.scaling.interval
 
     def _tell_what_was_lost(self, tell: Tell) -> None:
-        """Tell what the steps before the first measurement lost: their scales are a guess, or none (`begin`)."""
+        """Record what the steps before the first measurement lost. Their scales were guessed by `begin`, or none."""
         lost = {row: r.lost for row, r in self._records.items() if r.lost is not None and r.lost >= GROSS_OVERFLOW}
         if lost:
             worst = max(lost, key=lambda row: lost[row])
@@ -214,13 +215,13 @@ class ScaleKeeper(Keeper):
 
     @property
     def _clipped(self) -> dict[int, int]:
-        """Return the binades by which the whole of a cast saturated, by row."""
+        """Return the binades by which casts saturated as a whole, by row."""
         return {row: r.clipped for row, r in self._records.items() if r.clipped is not None}
 
     def _lower(self, step: int, tell: Tell) -> None:
-        """Lower the scales of saturating casts now, by their largest magnitudes; the others wait for a refresh.
+        """Lower the scales of saturating casts now, by their largest magnitudes. Other casts wait for a refresh.
 
-        What is computed from a gradient that saturated as a whole is larger than it seemed: its scales go along.
+        Gradients computed from one that saturated as a whole are larger than they seemed, so their scales follow.
         """
         carried, into = hidden_by_clipping(self.graph, self._clipped)
         exps: list[int] = []
@@ -271,7 +272,7 @@ class ScaleKeeper(Keeper):
         self._refused = set(refused)
 
     def _peaks(self, measured: Mapping[int, SiteStats]) -> dict[int, float]:
-        """Return the largest magnitude by row: since the last refresh, or when last measured."""
+        """Return the largest magnitude by row: the record's peak, or else that of the last measurement."""
         seen = {row: record.peak for row, record in self._records.items() if record.is_seen}
         return {row: stats.amax for row, stats in measured.items()} | seen
 
@@ -283,7 +284,7 @@ class ScaleKeeper(Keeper):
         }
 
     def _adapt_margins(self, measured: CastStatistics) -> None:
-        """Raise an exponent where the model says it is high enough but too many underflowed; lower it slowly."""
+        """Raise the margin of a cast that underflows more than the model predicted; lower it slowly."""
         limit = self.scaling.underflow
         for row in self._fresh:
             variable, record = self.graph.casts[row], self._records[row]
@@ -348,8 +349,8 @@ class ScaleKeeper(Keeper):
         self.exps = list(state["exps"])
         self._records = from_state(state)
         self._due, self._settling, self._last_refresh = state["due"], state["settling"], state["last_refresh"]
-        self._in_force_since = state.get("in_force_since", 0)  # older states have no statistics from before, and
-        self._seen = state.get("seen", self._last_refresh > 0)  # waited until the first refresh
+        self._in_force_since = state.get("in_force_since", 0)  # older states have no statistics of other exponents
+        self._seen = state.get("seen", self._last_refresh > 0)  # older versions waited until the first refresh
 
 
 def underflow_of(stats: SiteStats) -> float:

@@ -15,7 +15,7 @@ MAX_LOSS_EXP = 60
 
 @dataclass
 class LossScaleKeeper:
-    """The same exponent for every variable: the loss scaled once, seen from inside the graph."""
+    """A keeper with the same exponent for every variable: a loss scale, as the graph sees it."""
 
     scaling: LossScaling
     graph: ScaleGraph
@@ -23,7 +23,7 @@ class LossScaleKeeper:
     measures: bool = False
     waits: bool = False
     is_new: bool = False
-    overflowed: bool = False  # since the last update: the optimizer step is to be skipped
+    overflowed: bool = False  # since the last update, so the optimizer step must be skipped
     _seen: bool = False
     _good_steps: int = 0
 
@@ -31,13 +31,13 @@ class LossScaleKeeper:
         self.exps = [exponent_of(self.scaling.initial)] * len(self.graph.variables)
 
     def begin(self, amax: float, step: int, tell: Callable[[str, int, str], None]) -> None:
-        """Do nothing: a loss scale begins with the one given."""
+        """Do nothing: a loss scale starts with the given scale."""
 
     def ask(self) -> None:
         """Do nothing: a loss scale measures nothing."""
 
     def note(self, stats: SiteStats, step: int) -> None:
-        """Take one row's statistics: a gradient that overflows has the optimizer step skipped."""
+        """Take one row's statistics. If a gradient overflows, the optimizer step will be skipped."""
         if stats.site in self.graph.casts:
             self._seen = True
             self.overflowed |= stats.overflow_ratio > 0
@@ -79,6 +79,6 @@ class LossScaleKeeper:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take `state_dict`'s result."""
+        """Load a result of `state_dict`."""
         self.exps = list(state["exps"])
         self.overflowed, self._seen, self._good_steps = state["overflowed"], state["seen"], state["good_steps"]

@@ -1,4 +1,4 @@
-"""Recent statistics of one row of the table, and their form as plain data."""
+"""Keep recent statistics of one row of the table, and convert them to and from plain data."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from fxprec.runtime.stats import SiteStats
 
-# Steps of gross underflow in a row after which the largest gradient seen since the last refresh counts no more.
+# Consecutive steps of gross underflow after which the largest magnitude since the last refresh is forgotten.
 PATIENCE = 8
 HISTORY = 1000  # refreshes remembered per cast
 
 
 @dataclass(frozen=True, slots=True)
 class Refresh:
-    """One cast at one refresh: the exponent chosen, and what was estimated and measured for it.
+    """One cast at one refresh: the chosen exponent, and its estimated and measured losses.
 
-    Shares are of the non-zero elements; ``measured_underflow`` and ``overflow`` are those of the step measured, at
-    the exponent in force then.
+    Shares are of the non-zero elements, ``overflow`` of all elements. ``measured_underflow`` and ``overflow`` are those
+    of the measured step, at the exponent in force then.
     """
 
     step: int
@@ -32,7 +32,7 @@ class Refresh:
 
 @dataclass
 class Record:
-    """Recent statistics of a gradient's cast, or of an operand of its GEMM, which fills the first two fields only."""
+    """Recent statistics of a gradient's cast, or of an operand of its GEMM, which uses the first two fields only."""
 
     measured: SiteStats | None = None
     """The last good measurement."""
@@ -41,44 +41,44 @@ class Record:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=PATIENCE))
     """Largest magnitudes of the last steps."""
     small: int = 0
-    """Steps in a row it was far below its largest."""
+    """Consecutive steps of gross underflow with an amax far below `peak`."""
     is_fresh: bool = False
-    """Whether it was measured since the last refresh."""
+    """Whether the cast was measured since the last refresh."""
     margin: int = 0
-    """Binades above what the model asks for."""
+    """Binades added to the exponent that the model gives."""
     saturating: float | None = None
-    """Its largest magnitude, to act on at once."""
+    """Largest magnitude of a step that overflowed, to act on at once."""
     clipped: int | None = None
-    """Binades by which the whole of it saturated."""
+    """Binades by which the whole gradient saturated."""
     lost: float | None = None
-    """Share lost to over- and underflow, before the first scales."""
+    """Share of elements lost to over- and underflow, before the first scales."""
     history: deque[Refresh] = field(default_factory=lambda: deque(maxlen=HISTORY))
 
     @property
     def is_seen(self) -> bool:
-        """Say whether a largest magnitude is known."""
+        """Return whether a largest magnitude is known."""
         return self.amax is not None or bool(self.recent)
 
     @property
     def peak(self) -> float:
-        """Return the largest magnitude since the last refresh and of the last steps: losses may take turns."""
+        """Return the largest magnitude since the last refresh and in the last steps, as steps may alternate losses."""
         return max(self.amax or 0.0, *self.recent, 0.0)
 
     def note_amax(self, amax: float, *, forget: bool = False) -> None:
-        """Take a step's largest magnitude; ``forget`` those before it."""
+        """Add a step's largest magnitude; with ``forget``, drop those before it."""
         self.amax = amax if forget or self.amax is None else max(self.amax, amax)
 
     def acted_on(self) -> None:
-        """Forget what was to be acted on: a step begins."""
+        """Clear what had to be acted on at once, as a step begins."""
         self.saturating = self.clipped = None
 
     def refreshed(self) -> None:
-        """Forget what was seen since the last refresh: scales were solved."""
+        """Clear what was seen since the last refresh, after scales were solved."""
         self.is_fresh, self.amax, self.small = False, None, 0
 
 
 def to_state(records: Mapping[int, Record]) -> dict[str, Any]:
-    """Return plain JSON data, by field; the history is no part of it."""
+    """Return the records without their histories as plain JSON data, by field."""
     rows = sorted(records)
 
     def by_row(value: Callable[[Record], Any]) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def to_state(records: Mapping[int, Record]) -> dict[str, Any]:
 
 
 def from_state(state: Mapping[str, Any]) -> dict[int, Record]:
-    """Return what `to_state` was given; ``clipped``, ``recent`` and ``small`` may be missing in old states."""
+    """Return the records that `to_state` saved; ``clipped``, ``recent`` and ``small`` may be missing in old states."""
     records: dict[int, Record] = {}
 
     def record(row: object) -> Record:

@@ -1,4 +1,4 @@
-"""Skip optimizer steps for the baseline ``grad_scaling="dynamic"``: no line of the training loop changes."""
+"""Skip optimizer steps for the baseline ``grad_scaling="dynamic"`` without a change to the training loop."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _UNTRACED = 'grad_scaling="dynamic" reads what the gradients are before it lets 
 
 
 class StepSkipper:
-    """Skips optimizer steps for the baseline ``grad_scaling="dynamic"``; lives as long as its backend.
+    """A hook that skips optimizer steps for the baseline ``grad_scaling="dynamic"``, as long as its backend lives.
 
-    A dynamic loss scale grows until gradients overflow; then the step is skipped (Micikevicius et al. 2018). No line of
-    the training loop changes. A hook before every optimizer's step takes the gradients of the parameters concerned
-    away, and an optimizer passes over parameters without a gradient.
+    A dynamic loss scale grows until gradients overflow; then the step is skipped (Micikevicius et al. 2018). The hook
+    runs before every optimizer's step. It sets the gradients of the graphs' parameters to None, and an optimizer passes
+    over parameters without a gradient.
     """
 
     def __init__(self, controllers: Callable[[], Sequence[Controller]]) -> None:
@@ -38,7 +38,7 @@ class StepSkipper:
         weakref.finalize(self, handle.remove)
 
     def saw(self, args: Sequence[Any]) -> None:
-        """Remember the parameters a graph was called with."""
+        """Remember the parameters that a graph was called with."""
         self._parameters.update((a, None) for a in args if isinstance(a, torch.nn.Parameter))
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -49,7 +49,7 @@ class StepSkipper:
                 p.grad = None
 
     def _overflowed(self) -> bool:
-        """Say whether any gradient overflowed since the last forward; waits for the device."""
+        """Return whether any gradient overflowed since the last forward; waits for the device."""
         found = False
         for controller in self._controllers():
             controller.act_on_all()

@@ -1,8 +1,6 @@
 """Compute the exponents of a whole `ScaleGraph` at once, from the statistics of its casts.
 
-Definitions: docs/algorithms.md, "Gradient scaling".
-
-All exponents are integers, whole numbers of binades, so scales never drift.
+Definitions: docs/algorithms.md, "Gradient scaling". All exponents are integers, so scales never drift.
 """
 
 from __future__ import annotations
@@ -17,35 +15,35 @@ from fxprec.runtime.scaling.estimates import Distribution, LogNormal, Normal, fl
 from fxprec.runtime.scaling.histogram import Histogram
 from fxprec.runtime.stats import SiteStats
 
-# 2**a and 2**-a are normal float32 numbers, and so is each quotient that the table holds: a cast's scale over the one
-# that comes in, a sum's over a part's.
+# For this a, 2**a and 2**-a are normal float32 numbers. So is each quotient in the table: a cast's scale over the
+# incoming scale, a sum's scale over a part's.
 MAX_SCALE_EXP = 126
 # Room for gradients to grow between two refreshes before they saturate, and to shrink before too many underflow.
 HEADROOM_EXP = 3
 FOOTROOM_EXP = 2
-# Sums are carried in float32 or bfloat16. What operators between two casts may add to a gradient's magnitude is not
-# known; half of the exponents above 1 are left for it.
+# Sums are carried in float32 or bfloat16. Operators between two casts may enlarge a gradient by an unknown factor, for
+# which half of the exponents above 1 are left.
 LARGEST_CARRIED = 2.0**64
 
 
 @dataclass(frozen=True)
 class CastStatistics:
-    """Statistics of the casts' gradients and of their GEMMs' operands, by row, with every scale taken off."""
+    """Statistics of the casts' gradients and of their GEMMs' operands, by row, without scales."""
 
     stats: Mapping[int, SiteStats]
     amax: Mapping[int, float]
     """Largest magnitude since the last refresh."""
     histograms: Mapping[int, Histogram]
-    """Empty unless the estimate is by histogram."""
+    """Empty unless scales are estimated by histogram."""
     fresh: frozenset[int] | None = None
-    """Casts measured since the last refresh, by row; None: all there are statistics of."""
+    """Casts measured since the last refresh, by row; None: all casts with statistics."""
 
     def is_fresh(self, cast: Cast) -> bool:
-        """Say whether a cast was measured since the last refresh."""
+        """Return whether a cast was measured since the last refresh."""
         return cast.row in (self.stats if self.fresh is None else self.fresh)
 
     def unclipped(self, hidden: Mapping[int, int]) -> CastStatistics:
-        """Return what would have been measured without saturation; ``hidden`` as by `hidden_by_clipping`, by row."""
+        """Return the statistics without saturation; ``hidden``: binades by row, from `hidden_by_clipping`."""
         if not any(hidden.values()):
             return self
         return replace(
@@ -67,7 +65,7 @@ class CastStatistics:
             return LogNormal(own.mean_ln, own.std_ln, fmt)
         deviation = None if cast.gemm is None else self._gemm_deviation(cast.gemm)
         deviation = deviation or own.rms / math.sqrt(own.nonzero_ratio)
-        return Normal(deviation, fmt) if 0.0 < deviation < math.inf else None  # squares may leave float32
+        return Normal(deviation, fmt) if 0.0 < deviation < math.inf else None  # squares may overflow or underflow
 
     def _gemm_deviation(self, gemm: GradientGemm) -> float | None:
         gradient, operand = self.stats.get(gemm.gradient), self.stats.get(gemm.operand)
@@ -78,7 +76,8 @@ class CastStatistics:
     def cap(self, cast: Cast) -> int | None:
         """Return the largest exponent that keeps a cast from overflowing, or None where nothing was measured.
 
-        Either bound is enough: the largest gradient seen, with room to grow, or the largest its GEMM can make.
+        Two bounds hold, and the larger exponent of the two is enough: the largest gradient seen, with room to grow, and
+        the largest that its GEMM can make.
         """
         amax = self.amax.get(cast.row)
         if amax is None:
@@ -94,11 +93,11 @@ class CastStatistics:
 
 @dataclass(frozen=True)
 class Solution:
-    """Exponents by variable, and what was out of reach."""
+    """Exponents by variable, and the casts whose exponent was out of reach."""
 
     exps: list[int]
     refused: Mapping[int, int]
-    """Exponent that was wanted, by row, of casts that got another one."""
+    """Exponent that was needed, by row, of each cast that got another one."""
 
 
 def solve(
@@ -110,9 +109,9 @@ def solve(
 ) -> Solution:
     """Return the exponent of each variable.
 
-    ``underflow`` is the share of non-zero elements that may round to zero; ``margins`` (by row) raises an exponent
-    where the model has been too kind. A cast without a new measurement moves as the incoming scale has
-    moved since ``before`` (all 0 if left out).
+    ``underflow`` is the share of non-zero elements that may round to zero. ``margins``, by row, are added to exponents
+    for which the model has underestimated underflow. The exponent of a cast without a new measurement moves by as much
+    as the incoming scale has moved since ``before`` (all 0 if left out).
     """
     exps: list[int] = []
     refused: dict[int, int] = {}
@@ -132,11 +131,11 @@ def solve(
 
 
 def first_exps(graph: ScaleGraph, amax: float) -> list[int]:
-    """Return the exponent of each variable in a first backward pass, of which nothing is measured yet.
+    """Return the exponent of each variable for a first backward pass, before anything is measured.
 
-    A cast's largest gradient is taken for ``amax``, the largest of those that come into the graph, times the cast's
-    constant factor. Where that lies in the lower half of the format's binades, or in the uppermost quarter, it is put
-    into the middle: nobody knows how gradients grow on the way.
+    A cast's largest gradient is assumed to be ``amax``, the largest of those that enter the graph, times the cast's
+    constant factor. If that lies in the lower half of the format's binades or in the uppermost quarter, the scale moves
+    it to the middle, because gradients may grow or shrink on the way.
     """
     exps: list[int] = []
     for variable in graph.variables:
@@ -154,9 +153,9 @@ def first_exps(graph: ScaleGraph, amax: float) -> list[int]:
 
 
 def within_reach(variable: Cast | Join, wanted: int, exps: Sequence[int]) -> int:
-    """Return the exponent nearest to ``wanted`` that float32 can apply and take off; ``exps`` as far as known.
+    """Return the exponent nearest to ``wanted`` that float32 can apply and take off; ``exps``: those chosen so far.
 
-    There always is one: no two of what comes in lie further apart than twice `MAX_SCALE_EXP`.
+    One always exists, because incoming exponents lie at most twice `MAX_SCALE_EXP` apart.
     """
     incoming = (variable.source,) if isinstance(variable, Cast) else variable.parts
     near = [0, *(0 if v is None else exps[v] for v in incoming)]
@@ -164,10 +163,10 @@ def within_reach(variable: Cast | Join, wanted: int, exps: Sequence[int]) -> int
 
 
 def hidden_by_clipping(graph: ScaleGraph, clipped: Mapping[int, int]) -> tuple[list[int], dict[int, int]]:
-    """Return by how many binades gradients were larger than they seemed: carried by variable, and into casts by row.
+    """Return the binades by which gradients were larger than measured: after each variable, and into each cast by row.
 
-    Where a gradient saturates as a whole, all that is computed from it is as much too small. ``clipped`` are those
-    binades, by row.
+    If a gradient saturates as a whole, everything computed from it is too small by the same factor. ``clipped`` has
+    those binades, by row.
     """
     carried: list[int] = []
     into: dict[int, int] = {}
@@ -211,8 +210,8 @@ def _last_cast(graph: ScaleGraph, variable: int) -> Cast | None:
 def join_exp(exps: Sequence[int], amaxes: Sequence[float], largest: float) -> int:
     """Return the common exponent of gradients that are added up.
 
-    The largest of ``exps`` at which neither a summand nor the sum reaches ``largest``; if none fits, the largest
-    power of two that does. ``amaxes`` are the summands' largest magnitudes, without their scales.
+    It is the largest of ``exps`` at which neither a summand nor the sum reaches ``largest``; if none fits, the largest
+    integer that does. ``amaxes`` are the summands' largest magnitudes, without their scales.
     """
     total = math.fsum(amaxes)
     if not total:
@@ -226,7 +225,7 @@ def join_exp(exps: Sequence[int], amaxes: Sequence[float], largest: float) -> in
 def scale_exp(amax: float, fmt: Format) -> int | None:
     """Return the exponent k that puts ``amax * 2**k`` ``HEADROOM_EXP`` below ``fmt.largest``, rounded down.
 
-    None when ``amax`` says nothing: zero, infinite or NaN.
+    None for an ``amax`` of zero, inf or NaN.
     """
     if not (0.0 < amax < math.inf):
         return None
