@@ -1,1 +1,1 @@
-"""The operators that passes insert and lowering makes real."""
+"""The operators that passes insert and that lowering turns into code."""

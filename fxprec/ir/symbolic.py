@@ -1,50 +1,51 @@
 """Symbolic operators that passes insert and lowering expands: casts, counts, scales. See `docs/architecture.md`.
 
 ``quantize(x, table, row, format, storage, seed=None, whole=None) -> q``
-    Round ``x * 2**table[row, 0]`` to ``format`` and store it. The row is the site's id; where a site is stored in
-    several places, the later ones have rows of their own.
-    A block format (`fxprec.numerics.blocks`) has scales of its own and reads no table: the elements of ``x`` are
-    encoded in row-major order, (blocks, bytes) uint8, a block's scale, offset and codes. ``seed`` (1,) int32 rounds at
-    random, each row in its own way; None rounds to nearest. A GEMM's operand in blocks has a row below ``AS_STORED``,
-    which is that of no site. ``whole`` is the tensor's scale, of formats that have one.
+    Round ``x * 2**table[row, 0]`` to ``format`` and store the result. The row is the site's id. If a site is stored in
+    several places, the later places have rows of their own.
+    A block format (`fxprec.numerics.blocks`) has its own scales and reads no table. It encodes the elements of ``x`` in
+    row-major order as (blocks, bytes) uint8: a block's scale, offset and codes. With ``seed`` (1,) int32 it rounds
+    stochastically, differently for each row; None rounds to nearest. A GEMM's operand in blocks belongs to no site, so
+    its row is below ``AS_STORED``. ``whole`` is the tensor's scale, for formats that have one.
 ``dequantize(q, table, row, format, storage, dtype, elements=0, whole=None) -> x``
-    Read ``q`` back as ``dtype``, multiplied by ``2**-table[row, 0]``; row ``AS_STORED`` leaves it as it is. Of blocks,
-    decode the first ``elements``, (elements,).
+    Read ``q`` back as ``dtype``, multiplied by ``2**-table[row, 0]``; row ``AS_STORED`` leaves the scale on. For a
+    block format, decode the first ``elements``, as (elements,).
 ``tensor_scale(x, format) -> whole``
     The float32 (1,) that multiplies the scales of a tensor's blocks.
 ``rotate(x, seed, size=16) -> y``
-    ``x``, ``size`` elements of its last dimension at a time, times a random Hadamard matrix
-    (`fxprec.numerics.hadamard`), as float32. The same ``seed`` (1,) int32 gives the same matrix, which cancels in the
-    product of two rotated operands.
+    ``x`` times a random Hadamard matrix (`fxprec.numerics.hadamard`), ``size`` elements of the last dimension at a
+    time, as float32. The same ``seed`` (1,) int32 gives the same matrix. If both operands of a product are rotated by
+    it, it cancels.
 ``correct_scales(q, x, whole, seed, row, format, size) -> q``
-    The blocks ``q`` that a rotated ``x`` was rounded to, with scales by MS-EDEN (`fxprec.numerics.eden`).
+    The blocks ``q`` that a rotated ``x`` was rounded to, with scales corrected by MS-EDEN (`fxprec.numerics.eden`).
 ``keep_nonfinite(rounded, x) -> y``
-    ``rounded`` where ``x`` is finite, else ``x``: inf and NaN of a gradient survive formats that have none.
+    ``rounded`` where ``x`` is finite, else ``x``: a gradient's inf and NaN survive formats that have none.
 ``keep_codes(rounded, x, format) -> y``
-    The same of integer codes: inf and NaN become the format's codes of them, inf that of NaN where it has no other.
+    The same for integer codes: inf and NaN get the format's codes for them. Inf gets NaN's code if it has none.
 ``counts(x, table, row, format) -> (10,) float64``
-    Counts of what rounding ``x`` for the row does, and its moments (`numerics.stats.Counts`); lowering adds one per
+    Counts of what rounding ``x`` for the row loses, and moments (`numerics.stats.Counts`). Lowering adds one for each
     watched quantize.
 ``histogram(x, table, row, format) -> (128,) float64``
-    Counts by exponent: how many elements under- and overflow at any scale (`fxprec.runtime.scaling.histogram`).
+    Counts by exponent, which give over- and underflow at any scale (`fxprec.runtime.scaling.histogram`).
 ``rescale(g, table, row) -> g``
     Multiply by ``2**table[row, 0]``; exact, since the factor is a power of two.
 ``in_memory(x) -> x``
-    ``x`` in memory of its own, where a compiler would lay it into a larger tensor's, or keep that one for it.
+    Copy ``x`` to its own buffer. Otherwise a compiler could place it in a larger tensor's buffer, or keep that buffer
+    alive for it.
 ``gemm(a, b, bias, table, row_a, row_b, format_a, format_b, dtype, kernel, fast) -> y``
-    The product of what codes ``a`` (M, K) and ``b`` (K, N) stand for, each divided by ``2**table[row, 0]`` (row
-    ``AS_STORED``: as it is), plus ``bias``, summed in float32 and rounded to ``dtype``. ``kernel`` is ``native``
-    (``torch._scaled_mm``: ``a`` row-major, ``b`` column-major; ``fast``: adds up in fewer bits) or ``generated`` (any
-    layout).
+    The product of the numbers that codes ``a`` (M, K) and ``b`` (K, N) stand for, each divided by ``2**table[row, 0]``
+    (row ``AS_STORED``: not divided), plus ``bias``, summed in float32 and rounded to ``dtype``. ``kernel`` is
+    ``native`` (``torch._scaled_mm``: ``a`` row-major, ``b`` column-major; ``fast``: accumulates in fewer bits) or
+    ``generated`` (any layout).
 ``transposed(q) -> t``
-    Codes (..., N) as a contiguous matrix (N, rest): the second copy that a native GEMM over the rows reads.
+    Codes (..., N) as a contiguous matrix (N, rest): the second copy, which a native GEMM over the rows reads.
 ``observe(grad, x, tensor, format, grad_format) -> grad``
-    Identity on the gradient of ``x``; marks where policy ``exact`` measures, with ``damage``, what rounding the
-    counted tensor ``x`` and its gradient would cost.
+    Identity on the gradient of ``x``. It marks where policy ``exact`` measures, by ``damage``, the cost of rounding the
+    counted tensor ``x`` and its gradient.
 
-Passes see the declarations (`fxprec.ir.calls`) and the fake implementations here; `fxprec.runtime.reference_ops`
-registers the real ones, so a graph runs at every stage of compilation. Kernels that lowering calls instead:
-`fxprec.kernels`.
+Passes see the declarations (`fxprec.ir.calls`) and the fake implementations here. `fxprec.runtime.reference_ops`
+registers the real implementations, so a graph runs at every stage of compilation. Lowering replaces the operators by
+ATen's, or by kernels (`fxprec.kernels`).
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ from fxprec.numerics.stats import WIDTH
 Storage = Literal["native", "packed", "simulate"]
 AS_STORED = -1
 TABLE_COLUMNS = MEASURE + 1
-"""Those of `FormatRow`, the scale exponent first, then `CARRIED` and `MEASURE`."""
+"""Columns of the scale table: `FormatRow`'s (the scale exponent first), then `CARRIED` and `MEASURE`."""
 
 HISTOGRAM_BINS = 64
 
@@ -86,7 +87,7 @@ def stored_dtype(fmt: Format, storage: str) -> torch.dtype:
 
 
 def is_in_blocks(stored: Node | str) -> bool:
-    """Say whether a format is a block format, or a node a cast to one or from one."""
+    """Return whether a format is a block format, or whether a node is a cast to or from one."""
     if isinstance(stored, str):
         return isinstance(find(stored), BlockFormat)
     cast = Quantize.match(stored) or Dequantize.match(stored)
@@ -105,12 +106,12 @@ class Stored(Call):
 
     @property
     def is_simulated(self) -> bool:
-        """What is stored is a float32 carrier, and the table's row the format."""
+        """Whether a float32 carrier is stored, whose format is read from the table's row."""
         return self.storage == "simulate"
 
 
 def codes_like(x: torch.Tensor, format: str, storage: str) -> torch.Tensor:
-    """Return what ``x`` is stored in, not filled."""
+    """Return the uninitialised tensor in which ``x`` is stored."""
     fmt = find(format)
     if isinstance(fmt, BlockFormat):
         blocks = (x.numel() + fmt.block - 1) // fmt.block
@@ -120,7 +121,7 @@ def codes_like(x: torch.Tensor, format: str, storage: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Quantize(Stored, op="quantize", fake=lambda call: codes_like(call.x, call.format, call.storage)):
-    """Round a tensor, times its scale, to a format, and store the codes or carriers."""
+    """Multiply a tensor by its scale, round it to a format, and store the codes or carriers."""
 
     seed: Node | None = None
     whole: Node | None = None
@@ -134,7 +135,7 @@ def _decoded(call: FakeCall) -> object:
 
 @dataclass(frozen=True)
 class Dequantize(Call, op="dequantize", fake=_decoded):
-    """Read a stored tensor back, its scale taken off."""
+    """Read a stored tensor back and take its scale off."""
 
     q: Node
     table: Node
@@ -147,18 +148,18 @@ class Dequantize(Call, op="dequantize", fake=_decoded):
 
     @property
     def is_simulated(self) -> bool:
-        """What is read is a float32 carrier."""
+        """Whether a float32 carrier is read."""
         return self.storage == "simulate"
 
     @property
     def is_as_stored(self) -> bool:
-        """The scale stays on."""
+        """Whether the scale stays on."""
         return self.row == AS_STORED
 
 
 @dataclass(frozen=True)
 class TensorScale(Call, op="tensor_scale", fake=lambda call: call.x.new_empty(1, dtype=torch.float32)):
-    """Compute the scale of a whole tensor, of block formats that have one."""
+    """Compute the scale of a whole tensor, for block formats that have one."""
 
     x: Node
     format: str
@@ -175,7 +176,7 @@ class Rotate(Call, op="rotate", fake=lambda call: call.x.new_empty(call.x.shape,
 
 @dataclass(frozen=True)
 class CorrectScales(Call, op="correct_scales", fake=lambda call: torch.empty_like(call.q)):
-    """Correct the scales of blocks so that each ``size`` elements are kept on average."""
+    """Correct the scales of blocks so that each group of ``size`` elements is unbiased after rounding."""
 
     q: Node
     x: Node
@@ -212,7 +213,7 @@ class _Counted(Call):
 
 
 def counts_like(x: torch.Tensor) -> torch.Tensor:
-    """Return what holds a row of counts, not filled."""
+    """Return an uninitialised row of counts."""
     return x.new_empty(WIDTH, dtype=torch.float64)
 
 
@@ -263,7 +264,7 @@ class Product(Call):
 
 
 def product_like(call: FakeCall, dtype: torch.dtype | None = None) -> Any:
-    """Return what holds the product that a call makes, not filled."""
+    """Return an uninitialised tensor for the product that a call computes."""
     return call.a.new_empty(call.a.shape[0], call.b.shape[1], dtype=dtype or call.dtype)
 
 
@@ -273,11 +274,11 @@ class CodedGemm(Product, op="gemm", fake=product_like):
 
     kernel: str
     fast: bool
-    """Whether tensor cores may add up in fewer bits than float32 (``use_fast_accum`` of `torch._scaled_mm`)."""
+    """Whether tensor cores may accumulate in fewer bits than float32 (``use_fast_accum`` of `torch._scaled_mm`)."""
 
 
 def transposed_like(q: torch.Tensor) -> torch.Tensor:
-    """Return what holds a transposed copy, not filled."""
+    """Return an uninitialised tensor for a transposed copy."""
     return q.new_empty(q.shape[-1], q.numel() // q.shape[-1])
 
 
@@ -299,12 +300,12 @@ class _Observed(Call):
 
 @dataclass(frozen=True)
 class Observe(_Observed, op="observe", fake=lambda call: torch.empty_like(call.grad)):
-    """Mark where policy ``exact`` measures; the gradient passes through."""
+    """Mark where policy ``exact`` measures; return the gradient unchanged."""
 
 
 @dataclass(frozen=True)
 class Damage(_Observed, op="damage", fake=lambda call: call.grad.new_empty(2, dtype=torch.float32)):
-    """Measure what rounding a tensor and its gradient would cost: two float32."""
+    """Measure the cost of rounding a tensor and its gradient: two float32."""
 
 
 QUANTIZE = Quantize.target

@@ -1,7 +1,7 @@
-"""The table of operators: one row per overload, and per operator of a model, with all that passes know about it.
+"""The table of operators: one row per overload, with everything that passes know about the operator.
 
-Passes ask for the operators of which something is so (`having`, `those`, `moving_as`) or what a column says (`column`);
-`passes/analysis/ops.py` names what several passes ask for. A new operator is one row here and nothing elsewhere.
+Passes query the table by condition (`having`, `those`, `moving_as`) or read one column of all rows (`column`).
+`passes/analysis/ops.py` names the sets that several passes need. A new operator is one row here and nothing elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TABLE: Mapping[object, Spec] = MappingProxyType(
 
 
 def those(holds: Callable[[Spec], bool]) -> frozenset[object]:
-    """Return the operators whose row fulfils a condition."""
+    """Return the operators whose row meets the condition ``holds``."""
     return frozenset(operator for operator, spec in TABLE.items() if holds(spec))
 
 
@@ -35,11 +35,11 @@ def having(traits: Trait) -> frozenset[object]:
 
 
 def moving_as(*ways: Moves) -> frozenset[object]:
-    """Return the operators that move data in one of these ways; without any, in whichever."""
+    """Return the operators that move data in one of these ways; without arguments, in any way."""
     return those(lambda spec: spec.moves in ways if ways else spec.moves is not None)
 
 
 def column(name: str) -> dict[object, Any]:
-    """Return what one column says, by operator, where it says something."""
+    """Return one column's non-empty entries, by operator."""
     found = {operator: getattr(spec, name) for operator, spec in TABLE.items()}
     return {operator: entry for operator, entry in found.items() if entry is not None and entry != ()}

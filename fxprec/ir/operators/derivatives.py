@@ -1,4 +1,4 @@
-"""Rows of autograd's operators of forward values and one gradient, in which they are linear."""
+"""Rows of autograd's derivative operators: functions of forward values and one gradient, linear in the gradient."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""Rows of a model's operators as measured: how far copies of what their backward reads put the gradient off.
+"""Rows of a model's operators as measured: how rounding the tensors that their backward reads changes the gradient.
 
-``measured.json`` has, by operator and by what its backward reads (its operands, its result), the relative error of the
-gradients that it hands on, where that is read from a copy in each format. ``python -m benchmarks.yardsticks
-sensitivity`` writes it, by the samples of torch's op_db.
+``measured.json`` lists operators. For each it lists what backward reads (the operands, the result) and the relative
+error of the gradients when backward reads a copy of that tensor in each format. ``python -m benchmarks.yardsticks
+sensitivity`` writes the file, from the samples of torch's op_db.
 
-A number in e4m3fn is off by 2^-4 at most, in bfloat16 by 2^-8, and a backward that is linear in what it reads hands on
-that. One that hands on more than ``TIMES`` as much in e4m3fn is sensitive: it reads ``hi``, and where it hands on more
-than ``TIMES`` 2^-8 in bfloat16 too, the value itself. Samples show harm and no harmlessness: known to bear rounding is
-what was exercised over its whole domain, what reads nothing that could be stored, and what a row by hand says it of
-(``models``). The rest is in no row, as an operator that was never measured.
+A number in e4m3fn is off by 2^-4 at most, in bfloat16 by 2^-8. A backward that is linear in what it reads passes that
+error on. An operator that passes on more than ``TIMES`` as much in e4m3fn is sensitive: backward reads ``hi``. If it
+also passes on more than ``TIMES`` 2^-8 in bfloat16, backward reads the value itself. Samples can show that rounding
+harms, but not that it is harmless. So an operator counts as tolerating rounding in three cases only: its samples cover
+its whole domain, its backward reads nothing that could be stored, or a row by hand says so (``models``). The other
+operators have no row, like an operator that was never measured.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SAMPLES_ONLY = Kept("a few samples of its gradient were measured, and not all of
 
 
 def verdict(errors: Mapping[str, Any], *, covered: bool = True) -> Kept | None:
-    """Return why what is read stays above 8 bits; None where it may have them."""
+    """Return why the tensor that backward reads stays above 8 bits; None if 8 bits are enough."""
     is_spoiled = errors["bf16"] > TIMES * BF16
     if is_spoiled or (covered and errors["e4m3fn"] > TIMES * E4M3FN):
         fmt = "bf16" if is_spoiled else "e4m3fn"
@@ -46,7 +47,7 @@ def _text(error: float) -> str:
 
 
 def rows(by_hand: frozenset[str]) -> Iterator[Row]:
-    """Yield a row for each operator of this torch of which enough is known, but for those with a row ``by_hand``."""
+    """Yield a row for each operator of this torch that is known well enough and has no row ``by_hand``."""
     for name, entry in MEASURED.items():
         packet = name.removeprefix("aten.")
         kept = {role: verdict(entry[role], covered=entry["covered"]) for role in ROLES if role in entry}

@@ -1,4 +1,4 @@
-"""Rows of operators that show, move, join, choose or write data, and of those that make constants."""
+"""Rows of operators that view, move, join, choose or write data, and of those that make constants."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fxprec.ir.operators.names import Row, row
 from fxprec.ir.operators.spec import FIRST, Cost, Moves, Terms, Trait
 
 _FOLLOWS = Trait.COMBINES | Trait.HANDS_ON_DIVISOR
-# Terms of what is written into the first argument, by the position of what is written.
+# The terms of an operator that writes into its first argument, by the position of the argument that is written.
 _WRITES_1: Terms = ((0,), (1,))
 _WRITES_2: Terms = ((0,), (2,))
 _WRITES_3: Terms = ((0,), (3,))
@@ -14,7 +14,7 @@ _FILLS = Trait.PASSES_SCALE | Trait.MASKS
 
 
 def _view(names: str, moves: Moves | None, traits: Trait = Trait.PASSES_SCALE, cost: Cost | None = None) -> Row:
-    """Return a row of operators whose result is their first argument, shown in another way."""
+    """Return a row of operators whose result is a view, a copy or a cast of their first argument."""
     return row(names, moves=moves, terms=FIRST, hands_on="first", traits=_FOLLOWS | traits, cost=cost)
 
 
@@ -48,7 +48,7 @@ MOVED = (
     row("tril triu", terms=FIRST, hands_on="first"),
     row("embedding prims._low_memory_max_pool_offsets_to_indices", cost=Cost.FUSED),
     row("constant_pad_nd", terms=FIRST, fills_at=2, hands_on="first", traits=Trait.PASSES_SCALE, cost=Cost.FUSED),
-    # Their first argument is the list of parts.
+    # The first argument is the list of parts.
     row("cat stack", terms=FIRST, hands_on="any", traits=Trait.PASSES_SCALE, cost=Cost.REDUCED),
     row("copy", terms=((1,),), hands_on="any", traits=Trait.PASSES_SCALE),
     row("copy_ set_.source_Tensor prims.copy_to", traits=Trait.MUTATES),

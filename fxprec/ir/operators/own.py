@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxprec.ir import symbolic as symbolic  # declares them
+from fxprec.ir import symbolic as symbolic  # declares the operators
 from fxprec.ir.operators.names import row
 from fxprec.ir.operators.spec import Cost, Trait
 
