@@ -1,8 +1,8 @@
-"""How an operator of ours is declared: its arguments are the fields of a dataclass, and stand nowhere else.
+"""Declares fxprec's operators: the fields of a dataclass are the arguments, and are written down nowhere else.
 
-The schema that torch dispatches by is printed from the fields, their defaults included; the fake reads them by name;
-reference and kernels are refused at import where their parameters are others. ``Quantize.of(node)`` reads a node's
-arguments by name, ``cast.insert(graph)`` and `fxprec.passes.sites.emit_call` write them.
+The fields and their defaults give the schema that torch dispatches by, and the fake reads them by name. A reference or
+a kernel whose parameters differ is refused at import. ``Quantize.of(node)`` reads a node's arguments by name,
+``cast.insert(graph)`` and `fxprec.passes.sites.emit_call` write them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Size = Annotated[int, "SymInt"]
 Sizes = Annotated[Sequence[int], "SymInt[]"]
 Flags = Annotated[Sequence[bool], "bool[]"]
 
-# What stands in a schema for what a field or a parameter is annotated with.
+# The type in the schema for each annotation of a field or a parameter.
 _PRINTED: dict[object, str] = {
     Node: "Tensor",
     Node | None: "Tensor?",
@@ -36,7 +36,7 @@ _PRINTED: dict[object, str] = {
     Sequence[bool]: "bool[]",
     Sequence[torch.Tensor]: "Tensor[]",
 }
-# What a node's argument may be; where sizes are symbolic, nodes stand for them.
+# The Python types that a node's argument may have. Where sizes are symbolic, the argument is a node.
 _HELD: dict[str, tuple[type, ...]] = {
     "Tensor": (Node,),
     "Tensor?": (Node, type(None)),
@@ -55,22 +55,22 @@ _library = torch.library.Library("fxprec", "DEF")
 
 
 class FakeCall(Protocol):
-    """A `Call` that holds tensors, fake ones mostly, where a node's call holds nodes; by the fields' names."""
+    """A `Call` that holds tensors, mostly fake ones, in place of nodes; read by the fields' names."""
 
     def __getattr__(self, name: str) -> Any: ...
 
 
 class Call:
-    """A call of an operator of ours: subclasses are frozen dataclasses, a field for each argument, in order.
+    """A call of one of fxprec's operators. Subclasses are frozen dataclasses with a field for each argument, in order.
 
-    A subclass with ``op`` is an operator; one without holds fields that several share. ``fake`` returns the result of a
-    call whose tensors are fake ones; `implement` registers the implementation.
+    A subclass with ``op`` is an operator; a subclass without ``op`` holds fields that several operators share. ``fake``
+    returns the result of a call whose tensors are fake; `implement` registers the implementation.
     """
 
     op: ClassVar[str]
     target: ClassVar[torch._ops.OpOverload]
-    kinds: ClassVar[dict[str, str]]  # how the schema names the type of each argument, in order
-    defaults: ClassVar[dict[str, Any]]  # of each argument, `_REQUIRED` where it has none
+    kinds: ClassVar[dict[str, str]]  # the schema's type of each argument, in order
+    defaults: ClassVar[dict[str, Any]]  # the default of each argument, `_REQUIRED` if it has none
 
     def __init_subclass__(
         cls,
@@ -98,14 +98,14 @@ class Call:
 
     @classmethod
     def of(cls, node: Node) -> Self:
-        """Return the call a node makes."""
+        """Return the call that a node makes."""
         call = cls.match(node)
         assert call is not None, f"{node.format_node()} is no call of {cls.target}"
         return call
 
     @classmethod
     def match(cls, node: object) -> Self | None:
-        """Return the call an argument makes, if it is a node that makes one of this operator."""
+        """Return the call that a node makes; None if the argument is no node, or calls another operator."""
         if not isinstance(node, Node) or node.target is not cls.target:
             return None
         required = sum(default is _REQUIRED for default in cls.defaults.values())
@@ -118,7 +118,7 @@ class Call:
 
     @classmethod
     def like(cls, call: Call, **others: object) -> Self:
-        """Return a call with the arguments of another operator's that have the same names, and ``others``."""
+        """Return a call with ``others``; the remaining arguments are those of another operator's call, by name."""
         return cls(**{name: getattr(call, name) for name in cls.kinds if name not in others}, **others)
 
     @classmethod
@@ -128,9 +128,9 @@ class Call:
 
     @classmethod
     def among(cls, nodes: Iterable[Node]) -> Iterator[tuple[Node, Self]]:
-        """Yield those of ``nodes`` that call this operator, with their calls: ``Dequantize.among(q.users)``.
+        """Yield the nodes that call this operator, with their calls: ``Dequantize.among(q.users)``.
 
-        A call is read when its turn comes: who edits the graph in between gets the arguments as they are then.
+        A call is read when it is yielded, so a caller that edits the graph in between gets the current arguments.
         """
         for node in list(nodes):
             if (call := cls.match(node)) is not None:
@@ -143,12 +143,12 @@ class Call:
 
     @classmethod
     def tensors(cls) -> Iterator[str]:
-        """Iterate over the names of the tensors it reads, but for the table."""
+        """Iterate over the names of the tensor arguments, without the table."""
         return (name for name, kind in cls.kinds.items() if kind == "Tensor" and name != "table")
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """The arguments of a node, without the last ones that are their defaults: torch leaves these out too."""
+        """The arguments of a node. Last arguments that equal their defaults are left out, as torch does."""
         found = [(getattr(self, name), default) for name, default in self.defaults.items()]
         while found and found[-1][0] is found[-1][1]:
             found.pop()
@@ -160,14 +160,14 @@ class Call:
 
     @classmethod
     def implement(cls, function: Callable[..., Any], *keys: str) -> None:
-        """Register what the operator does on the devices of these dispatch keys; on all where none is given."""
+        """Register the implementation for the devices of these dispatch keys; without keys, for all devices."""
         _check(cls, function)
         for key in keys or ("CompositeExplicitAutograd",):
             torch.library.impl(f"fxprec::{cls.op}", key, function)
 
 
 def call_of(node: Node) -> Call:
-    """Return the call a node makes, of whichever operator of ours."""
+    """Return the call that a node makes, whichever of fxprec's operators it calls."""
     return _DECLARED[node.target].of(node)
 
 
@@ -187,7 +187,7 @@ def _default(value: object) -> str:
 
 
 def _check(cls: type[Call], function: Callable[..., Any]) -> None:
-    """Refuse a function whose parameters are not the operator's; ``*rest`` takes all that remain."""
+    """Refuse a function whose parameters differ from the operator's; ``*rest`` takes all remaining ones."""
     parameters = inspect.signature(function, eval_str=True).parameters.values()
     has_rest = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     named = [(p.name, _PRINTED[p.annotation], p.default) for p in parameters if p.kind is not p.VAR_POSITIONAL]

@@ -1,17 +1,18 @@
-"""Grouped matrix products, of which a mixture of experts has one for each projection: declarations and gradients.
+"""Grouped matrix products, one for each projection of a mixture of experts: declarations and gradients.
 
 ``grouped_mm(a, b, offs) -> y``
     One product for each of G groups, of tensors of one dtype. Group i has the tokens from ``offs[i - 1]`` (0 for the
-    first) to ``offs[i]``, ``offs`` (G,) integers that do not fall. The tokens are a dimension of each operand of two
-    dimensions: (T, K) by (G, K, N) is (T, N), (G, M, K) by (K, T) is (M, T), (K, T) by (T, N) is (G, K, N). What lies
-    beyond the last group is 0, where ``aten::_grouped_mm`` leaves it unwritten.
+    first) to ``offs[i]``, where ``offs`` (G,) are integers that do not decrease. In each operand of two dimensions, one
+    dimension is the tokens: (T, K) by (G, K, N) is (T, N), (G, M, K) by (K, T) is (M, T), (K, T) by (T, N) is
+    (G, K, N). Tokens beyond the last group give 0; ``aten::_grouped_mm`` leaves them unwritten.
 ``pad_groups(x, offs, unit) -> y``
-    The rows (T, K) of the groups, zeros after each, so that each begins at a multiple of ``unit``. Rows beyond the last
-    group are 0. (T + G (unit - 1), rounded up to a multiple of ``unit``, K): as many as any groups may take.
+    The rows (T, K) of the groups, with zeros after each group, so that each group begins at a multiple of ``unit``.
+    Rows beyond the last group are 0. The result has T + G (unit - 1) rows, rounded up to a multiple of ``unit``, which
+    is the most that any groups need.
 ``padded_ends(offs, unit) -> ends``
-    Where the groups end in the result of ``pad_groups``.
+    The ends of the groups in the result of ``pad_groups``.
 
-`fxprec.runtime.grouped_mm` registers what they do.
+`fxprec.runtime.grouped_mm` registers the implementations.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fxprec.ir.calls import Call, FakeCall
 
 
 def product_like(call: FakeCall) -> Tensor:
-    """Return what holds the product that a call makes, not filled. Raises `ValueError` for other operands."""
+    """Return an uninitialised tensor for the product of a call. Raises `ValueError` for other dtypes or dimensions."""
     a, b, offs = call.a, call.b, call.offs
     if a.dtype != b.dtype:
         raise ValueError(f"a grouped product multiplies {a.dtype} by {b.dtype}; give both operands one dtype")
@@ -40,7 +41,7 @@ def product_like(call: FakeCall) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupedMm(Call, op="grouped_mm", fake=product_like):
-    """Multiply the tokens of each group by the group's matrix, or by its other tokens."""
+    """Multiply the tokens of each group by the group's matrix, or by the same group's tokens of the other operand."""
 
     a: Node
     b: Node
@@ -54,13 +55,13 @@ def _padded(call: FakeCall) -> Tensor:
 
 
 def padded_rows(rows: int, groups: int, unit: int) -> int:
-    """Return the rows that groups of ``rows`` tokens take at most, each a multiple of ``unit``."""
+    """Return the most rows that groups of ``rows`` tokens take if each group is padded to a multiple of ``unit``."""
     return (rows + groups * (unit - 1) + unit - 1) // unit * unit
 
 
 @dataclass(frozen=True)
 class PadGroups(Call, op="pad_groups", fake=_padded):
-    """Let each group of rows begin at a multiple of ``unit``."""
+    """Pad groups of rows so that each group begins at a multiple of ``unit``."""
 
     x: Node
     offs: Node
@@ -69,7 +70,7 @@ class PadGroups(Call, op="pad_groups", fake=_padded):
 
 @dataclass(frozen=True)
 class PaddedEnds(Call, op="padded_ends", fake=lambda call: torch.empty_like(call.offs)):
-    """Say where padded groups end."""
+    """Return where padded groups end."""
 
     offs: Node
     unit: int
@@ -80,7 +81,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients, each a grouped product again; that of a matrix seen transposed is made as it lies."""
+    """Return the gradients, each a grouped product; that of a transposed view ``b`` is a transposed view too."""
     a, b, offs = ctx.saved_tensors
     wants_a, wants_b, _ = ctx.needs_input_grad
     multiply = torch.ops.fxprec.grouped_mm

@@ -1,4 +1,4 @@
-"""Compile Triton kernels for NVIDIA architectures without a GPU, and read what the machine code uses."""
+"""Compiles Triton kernels for NVIDIA architectures without a GPU, and reads what resources the machine code uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from fxprec import compat
 
 ARCHITECTURES = (80, 89, 90, 100)
-# Bytes of shared memory a block can have (CUDA programming guide, compute capabilities).
+# Bytes of shared memory that a block can have (CUDA programming guide, compute capabilities).
 SHARED_LIMIT: Mapping[int, int] = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
@@ -31,14 +31,14 @@ class Resources:
 
     @property
     def excess(self) -> str | None:
-        """Say which resource is exceeded, or None."""
+        """Return which resource is exceeded, as a phrase for messages, or None."""
         if self.spilled:
             return f"spills {self.spilled} bytes"
         return f"wants {self.shared} bytes of shared memory" if self.shared > SHARED_LIMIT[self.arch] else None
 
     @property
     def fits(self) -> bool:
-        """Say whether no resource is exceeded."""
+        """Return whether no resource is exceeded."""
         return self.excess is None
 
     def to_dict(self) -> dict[str, int]:
@@ -49,11 +49,11 @@ class Resources:
 def compile_for(
     kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any], arch: int, **options: object
 ) -> Any:
-    """Return the compiled kernel; ``signature`` names the run-time arguments' types, ``constants`` the others.
+    """Return the compiled kernel. ``signature`` has the types of run-time arguments, ``constants`` the other arguments.
 
-    A type with ``:16`` behind it is one that Triton's launcher would find divisible by 16: an aligned pointer, a size.
-    An integer with ``:1`` is one that the launcher would find equal to 1: it becomes a constant. Products are not
-    contracted. Raises what Triton raises where the architecture cannot run the kernel.
+    A type that ends in ``:16`` is divisible by 16, as Triton's launcher would find an aligned pointer or a size to be.
+    An integer type that ends in ``:1`` is equal to 1 and becomes a constant. Products are not contracted into fma.
+    Raises what Triton raises if the architecture cannot run the kernel.
     """
     constants = {**constants, **{name: 1 for name, kind in signature.items() if kind.endswith(":1")}}
     kinds = {name: kind.partition(":")[0] for name, kind in signature.items()} | dict.fromkeys(constants, "constexpr")
@@ -63,7 +63,7 @@ def compile_for(
 
 
 def compile_generated(source: str, name: str, parameters: Sequence[tuple[str, str]], num_warps: int, arch: int) -> Any:
-    """Compile a generated kernel, as Inductor does: products may be contracted. Pointers are multiples of 16."""
+    """Compile a generated kernel as Inductor does: products may be contracted. Pointers are multiples of 16."""
     function = compat.load_kernel(source, name)
     function = getattr(function, "fn", function) if type(function).__name__ == "Autotuner" else function
     signature = {name: f"{kind}:16" if kind.startswith("*") else kind for name, kind in parameters}
@@ -71,7 +71,7 @@ def compile_generated(source: str, name: str, parameters: Sequence[tuple[str, st
 
 
 def why_not_generated(source: str, name: str, parameters: Sequence[tuple[str, str]], num_warps: int) -> str | None:
-    """Compile a generated kernel for the current GPU; return the compiler's first line where that fails."""
+    """Compile a generated kernel for the current GPU; if that fails, return the compiler's first line."""
     try:
         compile_generated(source, name, parameters, num_warps, compat.current_architecture())
     except Exception as error:  # the compiler's own types differ by version
@@ -82,7 +82,7 @@ def why_not_generated(source: str, name: str, parameters: Sequence[tuple[str, st
 def resources(compiled: Any, arch: int) -> Resources:
     """Return what a compiled kernel uses, as NVIDIA's own disassembler reads it from the cubin.
 
-    What Triton itself keeps in local memory, a byte that a math function declares and nobody reads, is no spill.
+    Local memory that Triton itself declares (a byte that a math function declares and nobody reads) is not a spill.
     """
     report = disassembled(compiled, "--dump-resource-usage")
     used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
@@ -92,12 +92,12 @@ def resources(compiled: Any, arch: int) -> Resources:
 
 
 def _aligned(size: int) -> int:
-    """Return bytes of a stack that grows by 8."""
+    """Return a stack size rounded up to a multiple of 8 bytes."""
     return (size + 7) // 8 * 8
 
 
 def disassembled(compiled: Any, option: str) -> str:
-    """Return what ``cuobjdump`` prints of a compiled kernel: ``-sass``, ``--dump-resource-usage``."""
+    """Return what ``cuobjdump`` prints for a compiled kernel; ``option``: ``-sass``, ``--dump-resource-usage``."""
     tool = compat.triton_tool("cuobjdump")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")

@@ -1,8 +1,8 @@
-"""Measure whether a rounding is biased: its signed errors beside those that an unbiased rounding of the values has.
+"""Measures whether a rounding is biased, by comparing its signed errors with those of an unbiased rounding.
 
-Errors are counted in last places, the distance of a number's two neighbours in the format. Stochastic rounding of a
-value that lies a share f above its lower neighbour has an error of mean 0 and variance f (1 - f). So of n values the
-mean error of an unbiased rounding is within a few sqrt(sum f (1 - f)) / n of 0. Rounding toward zero is 1/2 off.
+Errors are counted in last places: the distance between a number's two neighbours in the format. Stochastic rounding of
+a value that lies a share f above its lower neighbour has an error of mean 0 and variance f (1 - f). So for n values the
+mean error of an unbiased rounding is within a few sqrt(sum f (1 - f)) / n of 0. Rounding toward zero is off by 1/2.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from fxprec.numerics.formats import Format
 from fxprec.numerics.rows import code_row, format_row
 
 OFF = 0.25
-"""Last places: half of what rounding toward zero does. Where the values' density falls as x^-a, rounding to nearest in
-a format of m mantissa bits is at most a 2^-m / 12 off: 0.04 a in e2m1, 0.01 a in e4m3."""
+"""Last places: half of the bias of rounding toward zero. Where the values' density falls as x^-a, rounding to nearest
+in a format of m mantissa bits is off by at most a 2^-m / 12: 0.04 a in e2m1, 0.01 a in e4m3."""
 SIGMAS = 6.0
-"""Standard deviations of an unbiased rounding of the same values: 2 in 10^9 looks at unbiased ones are beyond."""
+"""Standard deviations of an unbiased rounding of the same values: 2 in 10^9 unbiased measurements lie beyond."""
 
 
 @dataclass(frozen=True)
 class Bias:
-    """The mean error of a rounding, of the elements that the format holds neither exactly nor as 0 or its largest."""
+    """The mean error of a rounding over elements that are not exact in the format and neither under- nor overflow."""
 
     elements: int
     outward: float
-    """Last places away from zero, on average; toward zero it is negative. 0 of integers, which have an offset."""
+    """Mean error away from zero, in last places; negative: toward zero. 0 for integers, which have an offset."""
     upward: float
-    """Last places toward +inf."""
+    """Mean error toward +inf, in last places."""
     spread: float
-    """Standard deviation that either mean would have, if the same values were rounded at random."""
+    """Standard deviation that either mean would have if the same values were rounded stochastically."""
 
     @property
     def worst(self) -> float:
-        """Return the mean of larger magnitude."""
+        """Return the mean error of larger magnitude."""
         return max(self.outward, self.upward, key=abs)
 
     @property
     def is_biased(self) -> bool:
-        """Say whether the mean is far from 0: by `OFF` last places, and by `SIGMAS` of its standard deviations."""
+        """Return whether the mean is far from 0: by `OFF` last places and by `SIGMAS` standard deviations."""
         return abs(self.worst) >= max(OFF, SIGMAS * self.spread)
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ NOTHING = Bias(0, 0.0, 0.0, 0.0)
 
 
 def bias(x: Tensor, read: Tensor, fmt: Format | Integer) -> Bias:
-    """Measure ``read``, the numbers of a format that ``x`` of the same shape was rounded to, scales taken off."""
+    """Measure the rounding of ``x`` to ``read``, numbers of a format in the shape of ``x``, without scales."""
     wide, got = x.double().reshape(-1), read.double().reshape(-1)
     places = torch.ones_like(wide) if isinstance(fmt, Integer) else _places(wide, fmt)
     share = torch.frac(wide.abs() / places)
@@ -74,7 +74,7 @@ def bias(x: Tensor, read: Tensor, fmt: Format | Integer) -> Bias:
 
 
 def block_bias(x: Tensor, records: Tensor, fmt: BlockFormat, whole: Tensor | None) -> Bias:
-    """Measure the `block_codec.records` that ``x`` was stored in; ``whole`` is the tensor's scale, if there is one."""
+    """Measure the rounding of ``x`` to `block_codec.records`; ``whole`` is the tensor's scale, if there is one."""
     encoded = block_codec.from_records(records, fmt)
     read = block_codec.decode(encoded, fmt, x.numel(), whole).double()
     scales, offsets = (_per_element(end, fmt, x.numel()) for end in _heads(encoded, fmt, whole))
@@ -82,15 +82,15 @@ def block_bias(x: Tensor, records: Tensor, fmt: BlockFormat, whole: Tensor | Non
 
 
 def _places(x: Tensor, fmt: Format) -> Tensor:
-    """Return the distance of each element's two neighbours in the format."""
+    """Return the distance between each element's two neighbours in the format."""
     exponents = (torch.frexp(x)[1] - 1).clamp_min(fmt.min_exponent)
     return torch.ldexp(torch.ones_like(x), exponents - fmt.mantissa_bits)
 
 
 def _is_inside(x: Tensor, fmt: Format | Integer) -> Tensor:
-    """Say which elements neither over- nor underflow, whose losses have names of their own.
+    """Return which elements neither over- nor underflow; those losses are counted elsewhere.
 
-    That asks ``x`` alone: of elements chosen by what they were rounded to, no rounding is unbiased.
+    The choice depends on ``x`` alone: among elements chosen by their rounded values, no rounding is unbiased.
     """
     if isinstance(fmt, Integer):
         return (x >= 0) & (x <= fmt.largest)

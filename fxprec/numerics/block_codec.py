@@ -1,9 +1,9 @@
-"""Encode and decode blocks: the one text from which every form is derived, as in `codec`.
+"""Encode and decode blocks: the one definition from which the code of every kernel is derived, as in `codec`.
 
-The first part is pointwise, over a block's numbers and over its elements. It is printed for the C++ kernel
-(`block_cpp`) and the Triton kernels (`block_device`). The second part has reductions and packing for eager torch and
-Inductor; kernels have these in loops. Reductions compare integers (magnitude bits, or `ordered` ones), so that no NaN
-is lost. Definitions: docs/algorithms.md, "Block formats".
+The first part works pointwise on the numbers that a block shares and on its elements. It is printed for the C++ kernel
+(`block_cpp`) and the Triton kernels (`block_device`). The second part adds reductions and packing for eager torch and
+Inductor; kernels do these in their own loops. Reductions compare integers (magnitude bits, or `ordered` ones), so that
+no NaN is lost. Definitions: docs/algorithms.md, "Block formats".
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from fxprec.numerics.rows import (
 
 E8M0_NAN = 255
 _MANTISSA = (1 << 23) - 1
-_HALF = 1 << 16  # of a float32's bits those that bfloat16 lacks
+_HALF = 1 << 16  # 1 above the float32 bits that bfloat16 lacks
 _SMALLEST_NORMAL = 1 << 23
 _LEAST_TENSOR_SCALE = 2.0**-100
-_TWO_23 = 2.0**23  # added to and taken off a number below it, rounds it to a whole one
+_TWO_23 = 2.0**23  # adding and subtracting it rounds a smaller number to an integer
 _WHOLE = float_bits(_TWO_23)
 
 
@@ -52,9 +52,9 @@ class BlockRow(NamedTuple):
 def block_row(fmt: BlockFormat, *, stochastic: bool) -> BlockRow:
     """Return the row of ``fmt``.
 
-    OCP's scale is the largest magnitude's binade, and saturates what lies above the element's largest number there. A
-    stochastic code may saturate nothing, or its mean would not be the number: its scale is the next one up. So is a
-    scale of ``e8m0up``.
+    OCP's scale is the binade of the largest magnitude, and elements that exceed the element's largest number saturate.
+    Stochastic codes must not saturate, or their mean would differ from the number. So their scale is rounded up to the
+    next power of two, as is a scale of ``e8m0up``.
     """
     if isinstance(fmt.element, Integer):
         return BlockRow(0, 0, float_bits(fmt.element.largest))
@@ -64,27 +64,27 @@ def block_row(fmt: BlockFormat, *, stochastic: bool) -> BlockRow:
 
 
 def scale_format(fmt: BlockFormat) -> Format:
-    """Return the format of a scale that is no power of two."""
+    """Return the format of a scale that is not a power of two."""
     return E4M3FN if fmt.scale == "e4m3fn" else BF16
 
 
-# A block's numbers.
+# The numbers that a block's elements share.
 
 
 def power_scale(amax: Tensor, row: BlockRow) -> Tensor:
     """Return the e8m0 code of a block's scale, from the bits of its largest magnitude."""
-    raised = amax + row.carry  # of NaN it wraps
+    raised = amax + row.carry  # wraps for NaN
     code = torch.clamp_min((raised >> 23) - row.largest_exponent, 0)
     return torch.where(amax >= INFINITY, E8M0_NAN, code)
 
 
 def power_inverse(scale: Tensor) -> Tensor:
-    """Return 1 / scale of an e8m0 code that `power_scale` makes, exactly."""
+    """Return 1 / scale for an e8m0 code that `power_scale` makes, exactly."""
     return ((254 - scale) << 23).view(torch.float32)
 
 
 def power_factors(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two factors whose product is the scale of an e8m0 code: the smallest is no normal float32."""
+    """Return two factors whose product is the scale of an e8m0 code; the smallest scale is no normal float32."""
     half = scale >> 1
     first = ((half + 64) << 23).view(torch.float32)
     second = ((scale - half + 63) << 23).view(torch.float32)
@@ -102,33 +102,34 @@ def coded_scale(
 
 
 def inverse_or_zero(scale: Tensor, whole: Tensor | None = None) -> Tensor:
-    """Return 1 / scale, by the tensor's scale too; 0 where it has no normal number, so that all elements are 0."""
+    """Return 1 / (scale * ``whole``); 0 where the scale is below the normal numbers, so that all elements become 0."""
     inverse = torch.reciprocal(scale) if whole is None else torch.reciprocal(whole) / scale
     return torch.where(scale < 2.0**-126, 0.0, inverse)
 
 
 def ordered(bits: Tensor) -> Tensor:
-    """Return integers in the order of float32 numbers, NaN beyond inf at both ends; of these, the bits again."""
+    """Map float32 bits to integers in the order of the numbers, with NaN beyond inf at both ends, or map them back."""
     return bits ^ ((bits >> 31) & MAGNITUDE)
 
 
 def range_scale(low: Tensor, high: Tensor, row: BlockRow) -> tuple[Tensor, Tensor]:
     """Return scale and offset of integers, bfloat16 numbers as float32, from the bits of a block's ends.
 
-    The offset is rounded down and the scale up: every element lies between the smallest and the largest integer.
+    The offset is rounded down and the scale up, so that every element lies between the smallest and the largest
+    integer.
     """
     offset = torch.where(low < 0, low + (_HALF - 1), low) & -_HALF
     spread = high.view(torch.float32) - offset.view(torch.float32)
     share = (spread / as_float(row.largest)).view(torch.int32)
     scale = torch.where(share < _SMALLEST_NORMAL, 0, (share + (_HALF - 1)) & -_HALF)
-    # Of NaN and inf either the spread is not below inf, or what was rounded up.
+    # If an end is NaN or inf, the spread is not below inf or the rounded scale is not.
     known = (spread < math.inf) & (scale < INFINITY)
     return torch.where(known, scale, QUIET_NAN).view(torch.float32), torch.where(known, offset, QUIET_NAN).view(
         torch.float32
     )
 
 
-# A block's elements.
+# The elements of a block.
 
 
 def integer(x: Tensor, inverse: Tensor, offset: Tensor, row: BlockRow) -> Tensor:
@@ -137,44 +138,44 @@ def integer(x: Tensor, inverse: Tensor, offset: Tensor, row: BlockRow) -> Tensor
 
 
 def dithered_integer(x: Tensor, random: Tensor, inverse: Tensor, offset: Tensor, row: BlockRow) -> Tensor:
-    """Return the integer below, or the one above with the probability of what is left, in 2^-23."""
+    """Return the integer below, or with the probability of the remainder (in steps of 2^-23) the integer above."""
     place = _place(x, inverse, offset, row)
     anchored = place + _TWO_23
     nearest = anchored - _TWO_23
     whole, is_above = anchored.view(torch.int32) - _WHOLE, nearest > place
     down = torch.where(is_above, whole - 1, whole)
     left = place - torch.where(is_above, nearest - 1.0, nearest)
-    # Random bits as a number below 1, exactly.
+    # A number below 1 from random bits, exactly.
     draw = ((random >> 8) + float_bits(1.0)).view(torch.float32) - 1.0
     return torch.where(draw < left, down + 1, down)
 
 
 def _place(x: Tensor, inverse: Tensor, offset: Tensor, row: BlockRow) -> Tensor:
-    """Return an element's place among the integers. No compiler adds to the product before it is rounded."""
+    """Return an element's position among the integers. No compiler fuses the product into an fma with the later add."""
     return torch.clamp_max((x - offset) * inverse, as_float(row.largest))
 
 
 def integer_number(code: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """Return an integer's number; the product is exact."""
+    """Return the number of an integer code; the product is exact."""
     return ((code + _WHOLE).view(torch.float32) - _TWO_23) * scale + offset
 
 
 def salted(seed: Tensor, cast: int) -> Tensor:
-    """Return the seed of one of several casts that share one."""
+    """Return the seed of one of several casts that share a seed."""
     return seed + salt_of(cast)
 
 
 def salt_of(cast: int) -> int:
-    """Return what is added to a seed for a cast, an int32."""
+    """Return the int32 that is added to the seed for a cast."""
     salt = cast * 0x9E3779B1 % (1 << 32)
     return salt - (salt >> 31 << 32)
 
 
 def random_bits(index: Tensor, seed: Tensor | int) -> Tensor:
-    """Return 31 random bits of an element, from its position in the tensor and the cast's seed, both int32.
+    """Return 31 random bits for an element, from its position in the tensor and the cast's seed, both int32.
 
-    Two rounds of a 32-bit mixer (xor-shift-multiply, constants of C. Wellons' search): one alone would only permute
-    one and the same sequence from seed to seed.
+    Two rounds of a 32-bit mixer (xor-shift-multiply, constants of C. Wellons' search). With one round, another seed
+    would only permute the same sequence.
     """
     return _mixed(_mixed(index) + seed) & MAGNITUDE
 
@@ -185,23 +186,23 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-# One format's constants folded in: the forms of eager torch, Inductor and Triton.
+# The functions below fold one format's constants in. Eager torch, Inductor and Triton use them.
 
 
 class Head(NamedTuple):
-    """The numbers that a block's elements share. Without an offset, its code and ``origin`` are None."""
+    """The numbers that a block's elements share. Without an offset, ``offset`` and ``origin`` are None."""
 
     scale: Tensor
-    """Its code, int32."""
+    """Code of the scale, int32."""
     offset: Tensor | None
-    """Its code, int32."""
+    """Code of the offset, int32."""
     inverse: Tensor
-    """Factor of an element, once ``origin`` is subtracted."""
+    """Factor of an element after ``origin`` is subtracted."""
     origin: Tensor | None
 
 
 def head(ends: tuple[Tensor, ...], fmt: BlockFormat, whole: Tensor | None, *, stochastic: bool) -> Head:
-    """Return the head of a block, from its largest magnitude's bits, or its least and largest numbers', `ordered`."""
+    """Return the head of a block from the bits of its largest magnitude, or of its `ordered` least and largest number."""
     row = block_row(fmt, stochastic=stochastic)
     if fmt.has_offset:
         low, high = map(ordered, ends)
@@ -218,12 +219,12 @@ def head(ends: tuple[Tensor, ...], fmt: BlockFormat, whole: Tensor | None, *, st
 
 
 def _upper_bits(number: Tensor) -> Tensor:
-    """Return a bfloat16's code from its float32."""
+    """Return the bfloat16 code of a float32 number."""
     return number.view(torch.int32) >> 16 & 0xFFFF
 
 
 def element_codes(x: Tensor, inverse: Tensor, origin: Tensor | None, random: Tensor | None, fmt: BlockFormat) -> Tensor:
-    """Return the int32 codes of a block's elements, at random where ``random`` has bits for it."""
+    """Return the int32 codes of a block's elements, rounded stochastically if ``random`` has bits for it."""
     if isinstance(fmt.element, Integer):
         assert origin is not None
         row = block_row(fmt, stochastic=random is not None)
@@ -236,7 +237,7 @@ def element_codes(x: Tensor, inverse: Tensor, origin: Tensor | None, random: Ten
 
 
 def numbers(code: Tensor, scale: Tensor, offset: Tensor | None, whole: Tensor | None, fmt: BlockFormat) -> Tensor:
-    """Return the float32 numbers of codes, of elements and of what their block shares."""
+    """Return the float32 numbers of element codes, given the codes of the block's scale and offset."""
     if isinstance(fmt.element, Integer):
         assert offset is not None
         return integer_number(code, *((end << 16).view(torch.float32) for end in (scale, offset)))
@@ -249,7 +250,7 @@ def numbers(code: Tensor, scale: Tensor, offset: Tensor | None, whole: Tensor | 
     return found * (factor if whole is None else factor * whole)
 
 
-# Whole tensors: what eager torch runs and Inductor expands.
+# Whole tensors, for eager torch and for Inductor.
 
 
 class Encoded(NamedTuple):
@@ -261,9 +262,9 @@ class Encoded(NamedTuple):
 
 
 def tensor_scale(x: Tensor, fmt: BlockFormat) -> Tensor:
-    """Return the float32 that multiplies all scales, (1,): it lets the largest of them be the largest e4m3fn.
+    """Return the float32 (1,) that multiplies all scales, so that the largest scale becomes e4m3fn's largest number.
 
-    At least 2^-100, so that the inverse of a product of scales is a float32.
+    It is at least 2^-100, so that the inverse of a product of scales is a float32.
     """
     assert isinstance(fmt.element, Format)
     bits = x.to(torch.float32).view(torch.int32) & MAGNITUDE
@@ -273,9 +274,9 @@ def tensor_scale(x: Tensor, fmt: BlockFormat) -> Tensor:
 
 
 def encode(x: Tensor, fmt: BlockFormat, whole: Tensor | None = None, seed: Tensor | None = None) -> Encoded:
-    """Encode a tensor's elements in row-major order; ``seed`` (1,) int32 rounds at random, else to nearest.
+    """Encode a tensor's elements in row-major order; ``seed`` (1,) int32 rounds stochastically, None to nearest.
 
-    The last block is filled up with the last element.
+    The last block is padded with the last element.
     """
     blocks = _in_blocks(x.to(torch.float32).reshape(-1), fmt.block)
     random = None
@@ -306,19 +307,19 @@ def decode(encoded: Encoded, fmt: BlockFormat, elements: object, whole: Tensor |
 
 
 def stored(x: Tensor, seed: Tensor | None, whole: Tensor | None, row: int, format: str) -> Tensor:
-    """Return the `records` of a tensor in a block format; each ``row`` is rounded at random in its own way."""
+    """Return the `records` of a tensor in a block format; each ``row`` draws different random bits from the seed."""
     fmt = find_blocks(format)
     return records(encode(x, fmt, whole, None if seed is None else salted(seed, row)), fmt)
 
 
 def loaded(q: Tensor, whole: Tensor | None, row: int, format: str, elements: object, dtype: torch.dtype) -> Tensor:
-    """Return the first ``elements`` of what was `stored`, (elements,)."""
+    """Return the first ``elements`` numbers of what `stored` returned, (elements,)."""
     fmt = find_blocks(format)
     return decode(from_records(q, fmt), fmt, elements, whole).to(dtype)
 
 
 def records(encoded: Encoded, fmt: BlockFormat) -> Tensor:
-    """Return blocks as they are stored for backward, (blocks, bytes) uint8: scale, offset, codes."""
+    """Return blocks as stored for backward, (blocks, bytes) uint8: scale, offset, codes."""
     ends = [end for end in encoded[1:] if end is not None]
     shifts = range(0, 8 * fmt.scale_dtype.itemsize, 8)
     heads = [(end >> shift & 0xFF).to(torch.uint8) for end in ends for shift in shifts]
@@ -326,7 +327,7 @@ def records(encoded: Encoded, fmt: BlockFormat) -> Tensor:
 
 
 def from_records(stored: Tensor, fmt: BlockFormat) -> Encoded:
-    """Return what `records` stored."""
+    """Return the blocks that `records` stored."""
     size = fmt.scale_dtype.itemsize
     ends = []
     for first in range(0, fmt.head_bytes, size):
@@ -336,7 +337,7 @@ def from_records(stored: Tensor, fmt: BlockFormat) -> Encoded:
 
 
 def word(bits: int) -> tuple[int, int]:
-    """Return how many codes fill how many whole bytes."""
+    """Return the smallest number of codes that fills whole bytes, and the number of these bytes."""
     size = math.lcm(bits, 8)
     return size // bits, size // 8
 

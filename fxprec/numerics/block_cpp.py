@@ -1,7 +1,7 @@
 """Print the C++ of block formats from `block_codec`, for the kernel in runtime/cpu/blocks.cpp.
 
-A kernel's file says ``/*BLOCKS*/`` where it goes. The format reaches it as ``struct Blocks``; one compilation serves
-every block format.
+The text replaces ``/*BLOCKS*/`` in a kernel's file. The kernel takes the format as ``struct Blocks``, so one
+compilation serves every block format.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CBlocks(ctypes.Structure):
 
 @lru_cache(maxsize=256)
 def c_blocks(fmt: BlockFormat, *, stochastic: bool) -> CBlocks:
-    """Return the struct of a block format. It is shared."""
+    """Return the struct of a block format. Callers share it."""
     is_power = fmt.has_power_scale
     return CBlocks(
         c_format(BF16 if isinstance(fmt.element, Integer) else fmt.element),
@@ -49,7 +49,7 @@ def c_blocks(fmt: BlockFormat, *, stochastic: bool) -> CBlocks:
 
 @cache
 def with_blocks(text: str) -> str:
-    """Return a kernel's source with the codec and the text of blocks in their place."""
+    """Return a kernel's source with the codec and the text of blocks inserted."""
     assert MARK in text
     blocks = kept("blocks", _printed)
     return text.replace(MARK, f"{source()}\nnamespace {{\n{blocks}}}  // namespace\n")

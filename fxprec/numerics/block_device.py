@@ -1,8 +1,8 @@
-"""Triton kernels of block formats: a program encodes, or decodes, the blocks of 2048 elements.
+"""Triton kernels of block formats: one program encodes, or decodes, the blocks of 2048 elements.
 
 Their arithmetic is printed from `block_codec` with a format's constants folded in. This module adds loads, reductions
-over a block, packing and stores. Elements are read in row-major order; records lie as `block_codec.records` writes
-them.
+over a block, packing and stores. Elements are read in row-major order; records have the layout of
+`block_codec.records`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ WARPS = 4
 
 @dataclass(frozen=True)
 class BlockKernel:
-    """Source of a kernel. Its parameters come in the order of the names; ``n`` elements, ``salt`` of the cast."""
+    """A kernel's source. Its parameters are ``pointers``, then ``integers``: ``n`` elements, the cast's ``salt``."""
 
     name: str
     source: str
     pointers: tuple[str, ...]
-    """``x`` or ``q``, then ``seed`` and ``whole`` where they are read, then ``out``."""
+    """``x`` or ``q``, then ``seed`` and ``whole`` if the kernel reads them, then ``out``."""
     integers: tuple[str, ...]
     per_program: int
-    """Blocks."""
+    """Blocks per program."""
 
     def parameters(self, wide: str) -> list[tuple[str, str]]:
         """Return each parameter's name and Triton type; ``wide`` is the type of the tensor's elements."""
@@ -45,7 +45,7 @@ def identifier(fmt: BlockFormat) -> str:
 
 
 def store_kernel(fmt: BlockFormat, *, stochastic: bool) -> BlockKernel:
-    """Return the kernel that encodes, at random or to nearest."""
+    """Return the kernel that encodes, rounding stochastically or to nearest."""
     name = f"store_{identifier(fmt)}{'_random' if stochastic else ''}"
     pointers = ("x", *(["seed"] if stochastic else []), *(["whole"] if fmt.tensor_scale else []), "out")
     integers = ("n", "salt") if stochastic else ("n",)
@@ -71,7 +71,7 @@ def store_kernel(fmt: BlockFormat, *, stochastic: bool) -> BlockKernel:
 
 
 def load_kernel(fmt: BlockFormat) -> BlockKernel:
-    """Return the kernel that decodes, to what ``out`` points to: float32 or bfloat16."""
+    """Return the kernel that decodes to the dtype of ``out``, float32 or bfloat16."""
     pointers = ("q", *(["whole"] if fmt.tensor_scale else []), "out")
     ends = ["scale", *(["offset"] if fmt.has_offset else [])]
     lines = [

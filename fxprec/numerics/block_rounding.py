@@ -14,16 +14,16 @@ from fxprec.numerics.blocks import BlockFormat
 
 @dataclass(frozen=True)
 class BlockCodes:
-    """A tensor in a block format: blocks of its elements in row-major order, the last filled with the last element."""
+    """A tensor in a block format: blocks of its elements in row-major order, the last padded with the last element."""
 
     codes: torch.Tensor
-    """uint8: the elements' codes one after another, the first in the lowest bits."""
+    """uint8: the elements' packed codes in order, the first in the lowest bits."""
     scales: torch.Tensor
-    """One a block, in ``fmt.scale_dtype``."""
+    """One per block, in ``fmt.scale_dtype``."""
     offsets: torch.Tensor | None
-    """bfloat16, one a block; None but for integers."""
+    """bfloat16, one per block; None unless elements are integers."""
     tensor_scale: torch.Tensor | None
-    """float32 (1,), where the format has one."""
+    """float32 (1,), if the format has one."""
     shape: torch.Size
     """Shape of the tensor that was encoded."""
 
@@ -59,7 +59,7 @@ def _codes(shown: torch.Tensor) -> torch.Tensor:
 
 
 def decode_blocks(code: BlockCodes, fmt: BlockFormat, dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers, rounded to ``dtype`` once. Raises `FormatError` where the parts are not of this format."""
+    """Return the numbers, rounded to ``dtype`` once. Raises `FormatError` if the parts do not fit this format."""
     _check(code, fmt)
     with torch.no_grad():
         offsets = None if code.offsets is None else _codes(code.offsets)
@@ -75,7 +75,7 @@ def quantize_blocks(
 
 
 def drawn_seed(device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Return a cast's seed, (1,) int32, from torch's generator: the same state, the same rounding, on every path."""
+    """Return a cast's seed, (1,) int32, from torch's generator; equal states give equal rounding on every path."""
     return torch.empty(1, dtype=torch.int32, device=device).random_(generator=generator)
 
 

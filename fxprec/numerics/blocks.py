@@ -1,7 +1,7 @@
 """Block formats as data: elements of few bits, and a scale that the elements of a block share.
 
-The scale adapts to each block, so no tensor over- or underflows as a whole. A `Format` needs a scale from outside for
-that. Adding a block format adds a line to ``NAMED``. Definitions: docs/algorithms.md, "Block formats".
+The scale adapts to each block, so no tensor over- or underflows as a whole; a `Format` needs an external scale for
+that. A new block format is one more line in ``NAMED``. Definitions: docs/algorithms.md, "Block formats".
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ class Integer:
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """Elements in blocks of one size, in the order of a contiguous tensor's elements; a block shares a scale.
+    """Elements in blocks of one size, in the order of a contiguous tensor; the elements of a block share a scale.
 
-    An element is ``number * scale``, of integers ``code * scale + offset``. A block that holds inf or NaN reads as NaN.
-    Raises `FormatError` for what no block can be.
+    An element is ``number * scale``, or ``code * scale + offset`` for integers. A block that holds inf or NaN reads as
+    NaN. Raises `FormatError` for elements, sizes or scales that no block can have.
     """
 
     element: Format | Integer
     block: int
     """Elements that share a scale: a power of two from 8 to 4096."""
     scale: ScaleName
-    """Format of the scale: ``e8m0`` (a power of two, as OCP rounds it), ``e8m0up`` (one rounded up), ``e4m3fn`` or
-    ``bf16``. Integers take bf16, and a bf16 offset."""
+    """Format of the scale: ``e8m0`` (a power of two, rounded as OCP does), ``e8m0up`` (the same, rounded up),
+    ``e4m3fn`` or ``bf16``. Integers need bf16, and have a bf16 offset."""
     tensor_scale: bool = False
-    """Whether a float32 of the whole tensor multiplies the scales, so that they use all of e4m3fn's range."""
+    """Whether a float32 for the whole tensor multiplies the scales, so that they use all of e4m3fn's range."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.block, int) or not 8 <= self.block <= _LARGEST_BLOCK or self.block & (self.block - 1):
@@ -91,12 +91,12 @@ class BlockFormat:
 
     @property
     def has_offset(self) -> bool:
-        """Say whether blocks have an offset beside their scale."""
+        """Return whether blocks have an offset beside their scale."""
         return isinstance(self.element, Integer)
 
     @property
     def has_power_scale(self) -> bool:
-        """Say whether scales are powers of two."""
+        """Return whether scales are powers of two."""
         return self.scale_dtype == torch.float8_e8m0fnu
 
     @property
@@ -120,7 +120,7 @@ class BlockFormat:
         return self.bits + 8 * self.head_bytes / self.block
 
     def num_bytes(self, elements: int) -> int:
-        """Return the bytes that many elements take, scales included."""
+        """Return the bytes of that many elements, scales included."""
         blocks = -(-elements // self.block)
         return blocks * (self.head_bytes + self.code_bytes) + 4 * self.tensor_scale
 
@@ -148,7 +148,7 @@ MXFP6_E3M2 = BlockFormat(E3M2, 32, "e8m0")
 MXFP4 = BlockFormat(E2M1, 32, "e8m0")
 """OCP MX: 32 elements share a power of two."""
 NVFP4 = BlockFormat(E2M1, 16, "e4m3fn", tensor_scale=True)
-"""NVIDIA's: 16 elements share an e4m3fn scale, all a float32 one."""
+"""NVIDIA's: 16 elements share an e4m3fn scale, all elements a float32 scale."""
 INT8 = BlockFormat(Integer(8), 256, "bf16")
 INT4 = BlockFormat(Integer(4), 256, "bf16")
 INT2 = BlockFormat(Integer(2), 256, "bf16")
@@ -179,7 +179,7 @@ AnyFormat: TypeAlias = Format | BlockFormat
 
 
 def find(fmt: str | AnyFormat) -> AnyFormat:
-    """Return the format of a name, of blocks (``"mxfp4"``, ``"int4/64:bf16"``) or not (`formats.parse`).
+    """Return the format of a name, a block format (``"mxfp4"``, ``"int4/64:bf16"``) or another (`formats.parse`).
 
     Raises `FormatError`, with the nearest valid name, for anything else.
     """
@@ -205,7 +205,7 @@ def find(fmt: str | AnyFormat) -> AnyFormat:
 
 
 def find_blocks(name: str) -> BlockFormat:
-    """Return the block format of a name. Raises `FormatError` for any other format's."""
+    """Return the block format of a name. Raises `FormatError` for the name of another format."""
     fmt = find(name)
     if not isinstance(fmt, BlockFormat):
         raise FormatError(f"{name!r} has no blocks; give a block format, such as 'mxfp4', 'int4' or 'int4/64:bf16'")

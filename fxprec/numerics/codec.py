@@ -1,10 +1,10 @@
-"""Round and pack float32 numbers: the one text from which every kernel's form is derived.
+"""Round and pack float32 numbers: the one definition from which the code of every kernel is derived.
 
 The functions are pointwise torch operators on float32 bits read as int32, where magnitudes are ordered like integers
-and NaN lies above infinity. Called, they are the eager form. Traced by ``make_fx``, they are Inductor's expansion.
-Printed (`cpp`, `device`), they are the C++ and Triton functions that kernels call. A row's fields are tensors, so that
-a table or a struct changes the format without recompiling, or Python ints, which fold into the code. Definitions:
-docs/algorithms.md, "Number formats". `reference` decides in doubt, and shares no code with this module.
+and NaN lies above infinity. Called directly, they run eagerly. Traced by ``make_fx``, they are Inductor's expansion.
+Printed (`cpp`, `device`), they are the C++ and Triton functions that kernels call. The fields of a row are tensors or
+Python ints. With tensors, a table or a struct changes the format without recompiling; ints fold into the code.
+Definitions: docs/algorithms.md, "Number formats". `reference` decides in doubt, and shares no code with this module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fxprec.numerics.rows import (
 
 
 class _Rounded(NamedTuple):
-    """A magnitude rounded to nearest even, with no upper end."""
+    """A magnitude rounded to nearest even, without an upper limit."""
 
     units: Tensor
     """int32, of a normal number: float32 bits without the mantissa bits the format lacks."""
@@ -39,10 +39,10 @@ class _Rounded(NamedTuple):
 
 
 def _nearest_even(magnitude: Tensor, row: FormatRow[Any], rebias: object = 0) -> _Rounded:
-    """Round magnitude bits to nearest, ties to the even code. ``rebias`` is taken off the units' exponent.
+    """Round magnitude bits to nearest, ties to the even code. ``rebias`` is subtracted from the units' exponent.
 
-    A normal number: half a unit, less what makes an exact tie stay even, is added below the kept bits, which are then
-    cut off. A subnormal: float32's own rounding at a magnitude whose unit is the format's smallest number.
+    For a normal number, add half a unit below the kept bits, less a correction that keeps ties even, and cut those bits
+    off. For a subnormal, add a magnitude whose float32 unit is the format's smallest number, so that float32 rounds it.
     """
     units = _plus(magnitude, row.addend if _is(rebias, 0) else row.addend - rebias)
     if not isinstance(row.parity, int) or row.parity != 0:
@@ -67,7 +67,7 @@ def _shifted(x: Tensor, scalar: Tensor | int) -> Tensor:
 def nearest(x: Tensor, row: FormatRow[Any]) -> Tensor:
     """Return float32 ``x`` rounded to nearest, ties to the even code.
 
-    Keeps NaN, -0.0 and, for FP32, every bit of every number.
+    NaN and -0.0 stay as they are, and in FP32 every bit of every number.
     """
     bits = x.view(torch.int32)
     magnitude = bits & MAGNITUDE
@@ -75,7 +75,7 @@ def nearest(x: Tensor, row: FormatRow[Any]) -> Tensor:
 
 
 def nearest_finite(x: Tensor, row: FormatRow[Any]) -> Tensor:
-    """Round as `nearest` where there is no inf and no NaN, in a saturating format with a mantissa (``parity`` 1)."""
+    """Round as `nearest` where there is no inf or NaN, in a saturating format with mantissa bits (``parity`` 1)."""
     bits = x.view(torch.int32)
     magnitude = bits & MAGNITUDE
     row = row._replace(parity=1)
@@ -97,7 +97,7 @@ def _number(rounded: _Rounded, bits: Tensor, magnitude: Tensor, row: FormatRow[A
 
 
 def codes(x: Tensor, row: FormatRow[Any], code: CodeRow[Any]) -> Tensor:
-    """Return the int32 codes of float32 ``x`` rounded to nearest even; a NaN without a code is the largest number."""
+    """Return the int32 codes of float32 ``x`` rounded to nearest even; a NaN without a code becomes the largest."""
     bits = x.view(torch.int32)
     magnitude = bits & MAGNITUDE
     found = _code(_nearest_even(magnitude, row, code.rebias), magnitude, row, code)
@@ -126,7 +126,7 @@ def stored(x: Tensor, row: FormatRow[Any], code: CodeRow[Any]) -> tuple[Tensor, 
 
 
 def numbers(code: Tensor, row: FormatRow[Any], codes: CodeRow[Any]) -> Tensor:
-    """Return the float32 numbers of int32 codes, exactly and without float32 subnormals on the way."""
+    """Return the float32 numbers of int32 codes, exactly and without float32 subnormals in between."""
     magnitude = code & codes.mask
     aligned = magnitude << row.shift
     subnormal = (magnitude + row.magic).view(torch.float32) - as_float(row.magic)
@@ -138,18 +138,19 @@ def numbers(code: Tensor, row: FormatRow[Any], codes: CodeRow[Any]) -> Tensor:
 
 
 def lost(magnitude: Tensor, row: FormatRow[Any]) -> tuple[Tensor, Tensor]:
-    """Return where magnitude bits overflow (|x| >= largest + half a unit, inf, NaN) and where they round to zero."""
+    """Return which magnitudes overflow (|x| >= largest + half a unit, inf, NaN) and which round to zero."""
     limits = thresholds(row)
     return magnitude >= limits.overflow, (magnitude > 0) & (magnitude <= limits.underflow)
 
 
-# One format's constants folded in, with what only a known format allows. These forms are Inductor's and Triton's.
+# The functions below fold one format's constants in and use what only a known format allows. Inductor and Triton use
+# them.
 
 
 def encode_bits(x: Tensor, fmt: Format) -> Tensor:
     """Return the codes of float32 ``x`` rounded to nearest even, in ``fmt.code_dtype``, shape of ``x``.
 
-    NaN becomes the format's NaN code; where it has none, the largest number (statistics count it as overflow).
+    NaN becomes the format's NaN code; if there is none, the largest number (statistics count it as overflow).
     """
     native = _exact_cast(fmt)
     if native is not None:
@@ -159,16 +160,16 @@ def encode_bits(x: Tensor, fmt: Format) -> Tensor:
 
 
 def folded_codes(x: Tensor, fmt: Format, kept: int | None = None) -> Tensor:
-    """Return the `codes` of one format; a NaN without a code saturates as other numbers do, without a comparison.
+    """Return the `codes` of one format. NaN without a code saturates as other numbers do, without a comparison.
 
-    ``kept`` is the code that true infinity gets, also where the format saturates (`kept_infinity`).
+    ``kept`` is the code for infinity, also if the format saturates (`kept_infinity`).
     """
     row, code = format_row(fmt), code_row(fmt)
     bits = x.view(torch.int32)
     magnitude = bits & MAGNITUDE
     bounded = magnitude
     if fmt.nan_code is None and fmt.offset >= 127:
-        bounded = torch.clamp_max(magnitude, INFINITY)  # its rounding sum stays an int32
+        bounded = torch.clamp_max(magnitude, INFINITY)  # the sum in the rounding stays an int32
     found = _code(_nearest_even(bounded, row, code.rebias), bounded, row, code)
     if kept is not None:
         found = torch.where(magnitude >= INFINITY, kept, found)
@@ -178,7 +179,7 @@ def folded_codes(x: Tensor, fmt: Format, kept: int | None = None) -> Tensor:
 
 
 def kept_infinity(fmt: Format) -> int:
-    """Return the magnitude bits that keep an infinity visible: inf's own, else NaN's. The format must have one."""
+    """Return the magnitude bits that keep an infinity visible: inf's, else NaN's. The format must have one of them."""
     assert fmt.nan_code is not None, f"{fmt.name} has no code for inf"
     return fmt.largest_code + 1 if fmt.specials == "ieee" else fmt.nan_code
 
@@ -192,14 +193,14 @@ def decode_bits(code: Tensor, fmt: Format) -> Tensor:
 
 
 def folded_numbers(code: Tensor, fmt: Format) -> Tensor:
-    """Return the `numbers` of one format, from int32 codes whose upper bits do not count.
+    """Return the `numbers` of one format, from int32 codes whose upper bits are ignored.
 
-    Float32's own subnormals stand for the format's: multiplying by a power of two is exact.
+    The format's subnormals are read as float32's subnormals; multiplying these by a power of two is exact.
     """
     shift, top = 23 - fmt.mantissa_bits, fmt.bits - 1
     wide = code
     if top < 31:
-        # Sign to bit 31, then copied down over the exponent bits the format lacks, then cleared there.
+        # Shift the sign to bit 31, copy it down over the exponent bits that the format lacks, then clear it there.
         wide = _shifted(code << (31 - top), 8 - fmt.exponent_bits) & (SIGN | ((1 << top) - 1) << shift)
     value = _times_power(wide.view(torch.float32), fmt.min_exponent + 126)
     if fmt.largest_code < (1 << top) - 1:
@@ -215,7 +216,7 @@ def _times_power(value: Tensor, exponent: int) -> Tensor:
 
 
 def _special(wide: Tensor, fmt: Format) -> Tensor | float:
-    """Return the value of a code above the largest number; its mantissa stays for IEEE's NaNs."""
+    """Return the value of a code above the largest number; IEEE's NaNs keep their mantissa."""
     if fmt.specials == "fn":
         return torch.nan
     kept = wide if fmt.specials == "ieee" else wide & SIGN
@@ -223,5 +224,5 @@ def _special(wide: Tensor, fmt: Format) -> Tensor | float:
 
 
 def _exact_cast(fmt: Format) -> torch.dtype | None:
-    """Return the native dtype if its cast rounds and overflows as the format on every device; 8-bit casts do not."""
+    """Return the native dtype if its cast rounds and overflows like the format on every device; no 8-bit cast does."""
     return fmt.torch_dtype if fmt.bits > 8 and fmt.overflow == "inf" else None

@@ -1,7 +1,7 @@
 """Print the codec in C++, for every kernel that rounds, packs or unpacks.
 
-A kernel's file says ``/*CODEC*/`` where it goes. The format reaches it as ``struct Format``, whose fields are those of
-`FormatRow` and `CodeRow`; one compilation serves every format.
+The text replaces ``/*CODEC*/`` in a kernel's file. The kernel takes the format as ``struct Format``, whose fields are
+those of `FormatRow` and `CodeRow`, so one compilation serves every format.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class CFormat(ctypes.Structure):
 
 @lru_cache(maxsize=4096)
 def c_format(fmt: Format) -> CFormat:
-    """Return the struct of a format. It is shared: copy it before changing a field."""
+    """Return the struct of a format. Callers share it: copy it before changing a field."""
     row = format_row(fmt)
     return CFormat(*row[1:], *code_row(fmt), *thresholds(row))
 
 
 def c_format_of(row: FormatRow[int]) -> CFormat:
-    """Return the struct of a row of the scale table, for rounding only: it says nothing of codes."""
+    """Return the struct of a row of the scale table, for rounding only: its code fields are 0."""
     return CFormat(*row[1:], *(0 for _ in CodeRow._fields), *thresholds(row))
 
 
@@ -98,7 +98,7 @@ def printed() -> str:
 
 
 def with_codec(text: str) -> str:
-    """Return a kernel's source with the codec in its place."""
+    """Return a kernel's source with the codec inserted."""
     assert MARK in text
     return text.replace(MARK, source())
 
@@ -117,7 +117,7 @@ def _rows(fields: tuple[Tensor, ...]) -> tuple[FormatRow[Any], CodeRow[Any]]:
 def function(
     name: str, own: Mapping[str, Kind], text: Callable[..., Tensor | tuple[Tensor, ...]], result: str = "float"
 ) -> str:
-    """Print ``text(*own, row, code)``, of which a pair becomes a struct ``result`` of its values."""
+    """Print ``text(*own, row, code)`` as a C++ function; a pair is returned as a struct ``result`` of its values."""
 
     def run(*values: Tensor) -> dict[str, Tensor]:
         found = text(*values[: len(own)], *_rows(values[len(own) :]))
@@ -132,7 +132,7 @@ def function(
 
 
 def _stored() -> str:
-    """Return both forms of a stored number; the compiler drops the form that a kernel does not use."""
+    """Return the function that gives a number's code and its value; the compiler drops the one that is not used."""
     return "struct Stored { int32_t code; float value; };\n" + function(
         "stored", {"x": "float"}, codec.stored, "Stored"
     )

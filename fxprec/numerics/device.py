@@ -1,11 +1,11 @@
-"""Print the codec in Triton with a format's constants folded in, one function each.
+"""Print the codec in Triton with a format's constants folded in, one function per direction.
 
 No hardware cast is used. Hardware casts differ between architectures in NaN, saturation and subnormals, and the
-interpreter's float8 cast is not to nearest. So sm_80, newer devices and the interpreter give the same codes.
-`caster` is the exception, for a kernel that instructions bind; `runtime.gemm.hardware_casts` compares it with the
-definition before it is used.
-A kernel takes the function as a compile-time argument (`encoder`, `decoder`, `rounder`), or its source is printed into
-generated code (`encoder_source`, ...).
+interpreter's float8 cast does not round to nearest. So sm_80, newer devices and the interpreter give the same codes.
+`caster` is the exception, for a kernel whose time is bound by instructions; `runtime.gemm.hardware_casts` compares it
+with the definition before it is used.
+A kernel takes a function as a compile-time argument (`encoder`, `decoder`, `rounder`), or the function's source is
+printed into generated code (`encoder_source`, ...).
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def identifier(fmt: Format) -> str:
 
 
 def encoder_source(fmt: Format, *, keep: bool = False) -> tuple[str, str]:
-    """Return name and source of the function from float32 to int32 codes, to nearest even.
+    """Return name and source of the function from float32 to int32 codes, rounding to nearest even.
 
-    With ``keep`` inf becomes the format's own code of it even where it saturates; the format must have one, or NaN.
+    With ``keep`` inf becomes the format's code for inf, or else for NaN, even if the format saturates; it must have
+    one.
     """
     beyond = {"saturate": "saturating", "inf": "inf beyond the largest", "nan": "NaN beyond the largest"}
     kept = codec.kept_infinity(fmt) if keep else None
@@ -47,7 +48,7 @@ def encoder_source(fmt: Format, *, keep: bool = False) -> tuple[str, str]:
 
 
 def has_instruction(fmt: Format) -> bool:
-    """Say whether GPUs of compute capability 8.9 and above round to a format in one instruction for two numbers."""
+    """Return whether GPUs of compute capability 8.9 and above round two numbers to a format in one instruction."""
     return fmt.overflow == "saturate" and fmt.torch_dtype in _INSTRUCTIONS
 
 
@@ -55,11 +56,11 @@ _INSTRUCTIONS = {torch.float8_e4m3fn: "cvt.rn.satfinite.e4m3x2.f32", torch.float
 
 
 def caster_source(fmt: Format, *, keep: bool = False) -> tuple[str, str]:
-    """Return name and source of a function that gives `encoder_source`'s codes by the hardware's instruction.
+    """Return name and source of a function that computes `encoder_source`'s codes by the hardware's instruction.
 
-    The instruction rounds to nearest even and gives the largest number beyond it (PTX ISA, ``cvt``). It forgets NaN's
-    sign and its code, and ``keep`` wants infinities kept: four numbers of which one is such take a branch that writes
-    out its code.
+    The instruction rounds to nearest even and saturates (PTX ISA, ``cvt``). It loses NaN's sign and code, and it
+    saturates the infinities that ``keep`` must keep. So if one of four numbers is such a number, a branch writes the
+    codes instead.
     """
     assert has_instruction(fmt)
     assert fmt.torch_dtype is not None
@@ -103,20 +104,20 @@ def decoder_source(fmt: Format) -> tuple[str, str]:
 
 
 def rounder_source(fmt: Format) -> tuple[str, str]:
-    """Return name and source of the function that rounds float32 to nearest even; NaN stays."""
+    """Return name and source of the function that rounds float32 to nearest even; NaN stays NaN."""
     name, row = f"nearest_{identifier(fmt)}", format_row(fmt)
     return name, _function(name, "x", "float", f"Nearest {fmt.name}.", lambda x: codec.nearest(x, row))
 
 
 def bfloat16_source(name: str) -> str:
-    """Return the source of a function to the nearest bfloat16, ties to even, as float32."""
+    """Return the source of a function that rounds to the nearest bfloat16, ties to even, and returns float32."""
     row = format_row(BF16)
     doc = "Nearest bfloat16, ties to even, as float32."
     return _function(name, "x", "float", doc, lambda x: special.nearest_cut(x, row))
 
 
 def by_table_source(name: str) -> str:
-    """Return the source of a function that rounds to the format that a row of the scale table holds."""
+    """Return the source of a function that rounds to the format in a row of the scale table."""
     fields = FormatRow._fields[1:]
     used = [f for f in fields if f != "underflow"]
     loads = [f"{field} = tl.load(entry + {FormatRow._fields.index(field)})" for field in used]
@@ -136,7 +137,7 @@ def _function(name: str, argument: str, kind: Kind, doc: str, text: Callable[[Te
 
 
 def function(name: str, own: Mapping[str, Kind], doc: str, text: Callable[..., Tensor | tuple[Tensor, ...]]) -> str:
-    """Print ``text(*own)`` as a function that returns what it returns."""
+    """Print ``text(*own)`` as a Triton function with the same results."""
 
     def run(*values: Tensor) -> dict[str, Tensor]:
         found = text(*values)

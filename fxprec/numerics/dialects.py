@@ -30,7 +30,7 @@ _INFIX = {
     "ne": "{0} != {1}",
     "scalar_tensor": "{0}",
 }
-"""What all three write alike."""
+"""Expressions that are the same in all three languages."""
 
 
 CPP = Dialect(
@@ -58,7 +58,7 @@ CPP = Dialect(
         "float_of": "float_of({0})",
     },
 )
-"""Over the functions of `cpp.PRELUDE`, whose integers wrap as torch's do."""
+"""Uses the functions of `cpp.PRELUDE`, whose integers wrap as torch's do."""
 
 
 LOOPS = Dialect(
@@ -76,7 +76,7 @@ LOOPS = Dialect(
         "float_of": "float_of({0})",
     },
 )
-"""Over the helpers of `loops`, whose ``F`` and ``I`` are single numbers or vectors of them."""
+"""Uses the helpers of `loops`, whose ``F`` and ``I`` are single numbers or vectors of them."""
 
 
 def _triton_number(value: float, dtype: torch.dtype) -> str:
@@ -110,4 +110,4 @@ TRITON = Dialect(
         "float_of": "({0}).to(tl.float32, bitcast=True)",
     },
 )
-"""With ``import triton.language as tl``; every value is int32, float32 or bool."""
+"""Needs ``import triton.language as tl``; every value is int32, float32 or bool."""

@@ -1,4 +1,4 @@
-"""Round toward zero, up and at random, with a format given as a row, as `fxprec.numerics.codec.nearest` has it."""
+"""Round toward zero, up and stochastically, to a format given as a row, as `fxprec.numerics.codec.nearest` takes it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fxprec.numerics.rows import INFINITY, MAGNITUDE, SIGN, FormatRow, as_float
 
 
 def truncated(x: Tensor, row: FormatRow[Any]) -> Tensor:
-    """Round float32 ``x`` toward zero: finite values beyond the largest number become it in every family.
+    """Round float32 ``x`` toward zero: in every format, finite values beyond the largest number become that number.
 
-    Inf and NaN follow the nearest rule.
+    Inf and NaN are rounded as in `nearest`.
     """
     down, _ = _split(x, row)
     special = x.view(torch.int32) & MAGNITUDE >= INFINITY
@@ -23,9 +23,9 @@ def truncated(x: Tensor, row: FormatRow[Any]) -> Tensor:
 
 
 def raised(x: Tensor, row: FormatRow[Any]) -> Tensor:
-    """Round float32 ``x``, which is not negative, to the least number not below it: at most the largest.
+    """Round float32 ``x``, which is not negative, to the least number not below it, at most the largest.
 
-    Inf and NaN follow the nearest rule.
+    Inf and NaN are rounded as in `nearest`.
     """
     down, fraction = _split(x, row)
     bits = torch.where(fraction > 0, _next_up(down, row), down)
@@ -36,9 +36,9 @@ def raised(x: Tensor, row: FormatRow[Any]) -> Tensor:
 def dithered(x: Tensor, random: Tensor, row: FormatRow[Any]) -> Tensor:
     """Round float32 ``x`` up in magnitude with probability (|x| - down) / (up - down), else down.
 
-    ``random`` is int32 of the shape of ``x``, uniform in [0, 2^31). The probability is exact wherever it is a
-    multiple of 2^-31, which only magnitudes below 2^-7 units of the smallest subnormal miss, by less than 2^-31.
-    Beyond the largest number the nearest rule holds.
+    ``random`` is int32 of the shape of ``x``, uniform in [0, 2^31). The probability is exact if it is a multiple of
+    2^-31. Only magnitudes below 2^-7 units of the smallest subnormal miss it, by less than 2^-31. Values beyond the
+    largest number are rounded as in `nearest`.
     """
     down, fraction = _split(x, row)
     bits = torch.where(random < fraction, _next_up(down, row), down)
@@ -48,7 +48,7 @@ def dithered(x: Tensor, random: Tensor, row: FormatRow[Any]) -> Tensor:
 
 
 def _split(x: Tensor, row: FormatRow[Any]) -> tuple[Tensor, Tensor]:
-    """Return magnitude bits truncated to the format, and the rest in units of 2^-31 of the last place."""
+    """Return magnitude bits truncated to the format, and the remainder in units of 2^-31 of the last place."""
     magnitude = x.view(torch.int32) & MAGNITUDE
     field = torch.clamp_min(magnitude >> 23, 1)
     significand = magnitude - ((field - 1) << 23)

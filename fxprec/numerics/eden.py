@@ -1,8 +1,8 @@
-"""MS-EDEN: correct the scales of blocks so that a randomly turned vector is kept on average (arXiv 2601.22813).
+"""MS-EDEN: correct the scales of blocks so that a randomly rotated vector is unbiased (arXiv 2601.22813).
 
-A vector x of 16 to 128 turned elements is rounded to nearest as Q. EDEN (arXiv 2108.08842) multiplies Q by
+A vector x of 16 to 128 rotated elements is rounded to nearest as Q. EDEN (arXiv 2108.08842) multiplies Q by
 <x, x> / <x, Q>, so that its projection on x is x. Here the factor multiplies the vector's block scales, which are then
-rounded at random to their format.
+rounded stochastically to their format.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ HEADROOM = 1.75
 
 
 def corrected(q: Tensor, x: Tensor, whole: Tensor | None, seed: Tensor, row: int, format: str, size: int) -> Tensor:
-    """Return ``q``, the records of ``x`` rounded to nearest, with corrected scales: one factor each ``size`` elements.
+    """Return ``q``, the records of ``x`` rounded to nearest, with corrected scales: one factor per ``size`` elements.
 
-    Each ``row`` draws other random bits from ``seed`` (1,) int32. A vector that was rounded to 0 stays 0.
+    Each ``row`` draws different random bits from ``seed`` (1,) int32. A vector that was rounded to 0 stays 0.
     """
     fmt = find_blocks(format)
     form = block_codec.scale_format(fmt)
@@ -29,7 +29,7 @@ def corrected(q: Tensor, x: Tensor, whole: Tensor | None, seed: Tensor, row: int
     codes, scales, _ = block_codec.from_records(q, fmt)
     rounded = block_codec.decode(block_codec.Encoded(codes, scales, None), fmt, x.numel(), whole).view(-1, size)
     turned = x.to(torch.float32).reshape(-1, size)
-    # Of magnitudes up to 1, since squares of 1e-20 and 1e20 are no float32.
+    # Scale magnitudes to at most 1, since float32 cannot hold the squares of 1e-20 and 1e20.
     largest = torch.clamp_min(torch.amax(turned.abs(), 1, keepdim=True), 2.0**-126)
     turned = turned / largest
     kept = torch.sum(turned * (rounded / largest), 1, keepdim=True)

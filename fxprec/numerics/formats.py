@@ -1,7 +1,7 @@
 """Number formats as data: sign, 1..8 exponent bits, 0..23 mantissa bits, an exponent bias, and a family.
 
 A code (s, e, m) is (-1)^s * 2^(e - B) * (1 + m / 2^M) for e > 0 and (-1)^s * 2^(1 - B) * (m / 2^M) for e = 0,
-with the offset B = 2^(E-1) - 1 + bias (docs/algorithms.md, "Number formats"). Adding a format adds a line to
+with the offset B = 2^(E-1) - 1 + bias (docs/algorithms.md, "Number formats"). A new format is one more line in
 ``NAMED`` and nothing else: every limit below is derived from the fields.
 """
 
@@ -20,13 +20,13 @@ from fxprec.errors import FormatError, did_you_mean
 Specials: TypeAlias = Literal["none", "ieee", "fn"]
 Overflow: TypeAlias = Literal["saturate", "inf", "nan"]
 
-# What each family may do with a number beyond its largest; the first is the default.
+# What each family may do with a number beyond its largest number; the first entry is the default.
 _OVERFLOWS: dict[str, tuple[Overflow, ...]] = {
     "none": ("saturate",),
     "ieee": ("inf", "saturate"),
     "fn": ("saturate", "nan"),
 }
-# Values are carried in float32 while they are worked on.
+# Values are computed in float32 carriers.
 _CARRIER_MIN_EXPONENT = -126
 _CARRIER_MAX_EXPONENT = 127
 _CARRIER_MANTISSA_BITS = 23
@@ -37,7 +37,8 @@ class Format:
     """A binary floating-point format.
 
     ``Format(E, M, bias)`` alone is the papers' kind: every code is a number, larger values saturate.
-    Raises `FormatError` for bits no format can have and for a range outside float32's, which carries all values.
+    Raises `FormatError` for bits that no format can have, and for a range outside float32's: float32 carries all
+    values.
     """
 
     exponent_bits: int
@@ -91,7 +92,7 @@ class Format:
             )
 
     def has_numbers_of(self, other: Format) -> bool:
-        """Say whether two formats differ at most in what becomes of an overflow."""
+        """Return whether two formats have the same numbers; their overflow may differ."""
         return (self.exponent_bits, self.mantissa_bits, self.bias) == (
             other.exponent_bits,
             other.mantissa_bits,
@@ -106,7 +107,7 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Return the bits of a code, the sign among them."""
+        """Return the bits of a code, sign included."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
@@ -116,7 +117,7 @@ class Format:
 
     @property
     def has_float32_range(self) -> bool:
-        """Say whether there are as many exponent bits as in float32, so that no number of a model leaves the range."""
+        """Return whether it has as many exponent bits as float32, so that no number of a model leaves the range."""
         return self.exponent_bits >= 8
 
     @property
@@ -128,7 +129,8 @@ class Format:
     def max_exponent(self) -> int:
         """Return the exponent of the largest number; at most 127, since float32 carries the values.
 
-        Only formats without specials may have codes above that (``1-8-M``); they are never made, and read as inf.
+        Only formats without specials may have codes above that (``1-8-M``). Encoding never makes them; decoding reads
+        inf.
         """
         return min(self._top_exponent, _CARRIER_MAX_EXPONENT)
 
@@ -179,7 +181,7 @@ class Format:
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """Return the native dtype whose codes mean the same numbers, whatever its overflow rule; None without one."""
+        """Return the native dtype whose codes mean the same numbers, for any overflow rule; None if there is none."""
         return _NATIVE.get((self.exponent_bits, self.mantissa_bits, self.bias, self.specials))
 
     @property
@@ -194,7 +196,7 @@ class Format:
         return f"1-{self.exponent_bits}-{self.mantissa_bits}{bias}{family}{rule}"
 
     def contains(self, other: Format) -> bool:
-        """Say whether every finite number of ``other`` is a number of this format."""
+        """Return whether every finite number of ``other`` is a number of this format."""
         return (
             self.mantissa_bits >= other.mantissa_bits
             and self.smallest_subnormal <= other.smallest_subnormal
@@ -240,15 +242,15 @@ FP32 = Format(8, 23, specials="ieee")
 FP16 = Format(5, 10, specials="ieee")
 """IEEE half: beyond 65504 is inf, as the hardware does."""
 FP16_SAT = Format(5, 10, specials="ieee", overflow="saturate")
-"""IEEE half, where inf and larger become 65504: for gradients that carry a scale of their own."""
+"""IEEE half, where inf and larger values become 65504: for gradients that carry a scale of their own."""
 BF16 = Format(8, 7, specials="ieee")
 """bfloat16: beyond 3.39e38 is inf, as the hardware does."""
 E5M2 = Format(5, 2, specials="ieee")
 """OCP FP8 E5M2, overflow to inf (OCP's non-saturating mode, as ``tensor.to(torch.float8_e5m2)``)."""
 E5M2_SAT = Format(5, 2, specials="ieee", overflow="saturate")
-"""OCP FP8 E5M2 in saturating mode (``cvt.rn.satfinite``): inf and larger become 57344, NaN stays: for training."""
+"""OCP FP8 E5M2 in saturating mode (``cvt.rn.satfinite``), for training: inf and larger become 57344, NaN stays."""
 E4M3FN = Format(4, 3, specials="fn")
-"""OCP FP8 E4M3 in saturating mode (``cvt.rn.satfinite``): inf and larger become 448: clamp, then cast."""
+"""OCP FP8 E4M3 in saturating mode (``cvt.rn.satfinite``; clamp, then cast): inf and larger become 448."""
 E4M3FN_NAN = Format(4, 3, specials="fn", overflow="nan")
 """OCP FP8 E4M3 in non-saturating mode: beyond 448 is NaN, as ``tensor.to(torch.float8_e4m3fn)``."""
 HFP8_143 = Format(4, 3, bias=4)
@@ -296,14 +298,14 @@ _SYNTAX = re.compile(
 
 
 def kept_codes(fmt: Format) -> tuple[int, int, int]:
-    """Return the codes that stand for inf and for NaN where both are kept, and the sign's bit; of a format with one."""
+    """Return a format's codes of inf and of NaN, and its sign bit. The format has NaN; inf gets NaN's code if need be."""
     assert fmt.nan_code is not None
     inf = fmt.overflow_code if fmt.overflow == "inf" else fmt.nan_code
     return inf, fmt.nan_code, 1 << (fmt.bits - 1)
 
 
 def parse(fmt: str | Format) -> Format:
-    """Return the format of a name: ``"e4m3fn"``, ``"bf16"``, ``"1-4-3+4"``, ``"1-8-5:ieee"``; a `Format` is itself.
+    """Return the format of a name: ``"e4m3fn"``, ``"bf16"``, ``"1-4-3+4"``, ``"1-8-5:ieee"``; a `Format` as it is.
 
     Raises `FormatError`, with the nearest valid name, for anything else.
     """
@@ -314,7 +316,7 @@ def parse(fmt: str | Format) -> Format:
     return _parsed(fmt)
 
 
-@lru_cache(maxsize=1024)  # each cast of a CPU's step asks: 24 us without
+@lru_cache(maxsize=1024)  # each cast of a CPU's step calls it: 24 us without the cache
 def _parsed(fmt: str) -> Format:
     word = fmt.strip().lower()
     known = NAMED.get(_ALIASES.get(word, word))

@@ -12,10 +12,10 @@ _NORMS = {size: size**-0.5 for size in (16, 32, 64, 128)}
 
 
 def rotated(x: Tensor, seed: Tensor, size: int = SIZE) -> Tensor:
-    """Return ``x`` as float32, each ``size`` elements of its last dimension times a random Hadamard matrix.
+    """Return ``x`` as float32, each ``size`` elements of the last dimension times a random Hadamard matrix.
 
-    ``size`` is 16, 32, 64 or 128. The matrix is orthogonal, so that it cancels in a product: its entries are
-    1 / sqrt(size) and the same below 0. The signs of its rows follow from ``seed`` (1,) int32.
+    ``size`` is 16, 32, 64 or 128. The matrix is orthogonal, so it cancels in a product. Its entries are +-1 /
+    sqrt(size). The signs of its rows follow from ``seed`` (1,) int32.
     """
     at = torch.arange(size, device=x.device).to(torch.int32)
     signs = _sign(random_bits(at, seed))

@@ -1,4 +1,4 @@
-"""Keep texts on disk beside Inductor's code: printing the codec takes a tenth of a second a process."""
+"""Caches texts on disk beside Inductor's code: printing the codec takes a tenth of a second per process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxprec.numerics.native import inductor
 
 
 def kept(name: str, text: Callable[[], str]) -> str:
-    """Return ``text()``, or what it was for the same sources of `fxprec.numerics`; where nothing can be kept, anew."""
+    """Return ``text()``, from disk if it was kept for the same sources of `fxprec.numerics`."""
     found = read(name)
     if found is None:
         found = text()
@@ -23,7 +23,7 @@ def kept(name: str, text: Callable[[], str]) -> str:
 
 
 def read(name: str) -> str | None:
-    """Return what was kept under a name; None where nothing was, or it is damaged."""
+    """Return the text kept under a name; None if there is none, or if it is damaged."""
     with contextlib.suppress(OSError, UnicodeError):
         known, _, digest = _path(name).read_text(encoding="utf-8").rpartition("\n")
         if digest == _digest(known):
@@ -32,11 +32,11 @@ def read(name: str) -> str | None:
 
 
 def keep(name: str, text: str) -> None:
-    """Keep a text under a name for other processes, where that can be."""
+    """Keep a text under a name for other processes, if the folder can be written."""
     with contextlib.suppress(OSError):
         path = _path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        own = path.with_suffix(f".{os.getpid()}")  # another process may write the same
+        own = path.with_suffix(f".{os.getpid()}")  # another process may write the same text
         own.write_text(f"{text}\n{_digest(text)}", encoding="utf-8")
         own.replace(path)
 

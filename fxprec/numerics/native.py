@@ -1,6 +1,7 @@
-"""Compile C++ kernels once, by Inductor's own builder: its compiler, its flags, its disk cache.
+"""Compiles C++ kernels once, by Inductor's own builder: its compiler, its flags, its disk cache.
 
-A kernel cannot check the memory that it reads and writes. So each tensor goes to it through `address`, which checks it.
+A kernel cannot check the memory that it reads and writes. So callers pass each tensor through `address`, which checks
+it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import torch
 from fxprec.errors import FxprecWarning, LoweringError, NativeArgumentError
 
 Signatures: TypeAlias = Mapping[str, Sequence[Any]]
-"""For each function what it returns (None for void) and then takes, as ctypes; an address is a ``c_void_p``."""
+"""For each function the ctypes of its result (None for void) and of its arguments; an address is a ``c_void_p``."""
 
 SANITIZER = "FXPREC_SANITIZE"
-"""The environment variable that has kernels built with a sanitizer (``address``); `./dev asan` sets it."""
+"""The environment variable that builds kernels with a sanitizer (``address``); `./dev asan` sets it."""
 
 
 def load(source: str, signatures: Signatures, flags: Sequence[str] = ()) -> ctypes.CDLL:
-    """Compile C++ ``source`` for the CPU and load it. Raises what Inductor's builder raises, `LoweringError` where its
+    """Compile C++ ``source`` for the CPU and load it. Raises what Inductor's builder raises, and `LoweringError` if its
     cache folder cannot be written.
     """
     compat = inductor()
@@ -43,9 +44,9 @@ def load(source: str, signatures: Signatures, flags: Sequence[str] = ()) -> ctyp
 
 
 def inductor() -> ModuleType:
-    """Return `fxprec.compat`, which imports Inductor: for modules that do not, before a kernel is wanted.
+    """Import and return `fxprec.compat`, which imports Inductor, for modules that need it only once a kernel is used.
 
-    Inductor's own deprecations are muted: a caller's "error" filter would make them failures to compile.
+    Inductor's own DeprecationWarnings are muted: under an "error" filter of the caller, compilation would fail.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -53,10 +54,10 @@ def inductor() -> ModuleType:
 
 
 def load_or_warn(source: str, signatures: Signatures, slower: str, flags: Sequence[str] = ()) -> ctypes.CDLL | None:
-    """Return the library, or None where it does not compile, with a warning that begins with ``slower``."""
+    """Return the library; if it does not compile, warn with a text that begins with ``slower`` and return None."""
     try:
         return load(source, signatures, flags)
-    except Exception as error:  # any failure of a foreign compiler; the caller's plain form gives the same result
+    except Exception as error:  # any failure of a foreign compiler; the caller's plain version gives the same result
         cause = str(error).partition("\n")[0]
         warnings.warn(
             f"{slower}: its kernels did not compile ({cause}); give Inductor a C++ compiler (CXX)",
@@ -72,9 +73,9 @@ def _sanitizing() -> tuple[str, ...]:
 
 
 def address(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int, like: torch.Tensor | None = None) -> int:
-    """Return where ``numel`` elements of ``dtype`` lie one after another in CPU memory, for a kernel to walk.
+    """Return the address of ``numel`` elements of ``dtype`` that lie in CPU memory without gaps.
 
-    Elements lie in the order of ``like``, where it is given; else a kernel may take them in any. Raises
+    If ``like`` is given, the elements must have its strides; otherwise the kernel may take them in any order. Raises
     `NativeArgumentError`, which calls the tensor ``name``. Costs a microsecond.
     """
     if (
@@ -93,7 +94,7 @@ def address(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int, lik
 
 
 def addresses(names: Sequence[str], tensors: Sequence[torch.Tensor], dtype: torch.dtype, numel: int) -> list[int]:
-    """Return `address` of each: contiguous ones at half its price, for an optimizer's hundreds of small tensors."""
+    """Return the `address` of each tensor, in half the time if it is contiguous: for an optimizer's many tensors."""
     size = numel * dtype.itemsize
     return [
         t.data_ptr()
@@ -103,7 +104,7 @@ def addresses(names: Sequence[str], tensors: Sequence[torch.Tensor], dtype: torc
         and t.numel() == numel
         and t.is_contiguous()
         and not t.is_neg()
-        and t.untyped_storage().nbytes() == size  # the whole of it: what is less, or a view, is looked at below
+        and t.untyped_storage().nbytes() == size  # owns its whole storage; `address` checks views and shorter storages
         else address(name, t, dtype, numel)
         for name, t in zip(names, tensors, strict=True)
     ]
@@ -121,9 +122,9 @@ _PLAIN = torch.Tensor.__torch_dispatch__  # what a tensor with memory of its own
 
 
 def check_readable(name: str, tensor: torch.Tensor, dim: int | None = None) -> None:
-    """Raise `NativeArgumentError` unless ``tensor`` lies in CPU memory, in any order, and has ``dim`` dimensions.
+    """Raise `NativeArgumentError` unless ``tensor`` is in CPU memory, with any strides, and has ``dim`` dimensions.
 
-    For what is copied before a kernel walks it: torch reads memory that was freed.
+    Callers use this for tensors that torch copies before a kernel reads them: torch would read freed memory.
     """
     if (
         tensor.layout == torch.strided
@@ -143,7 +144,7 @@ def check_readable(name: str, tensor: torch.Tensor, dim: int | None = None) -> N
 
 
 def _end(tensor: torch.Tensor) -> int:
-    """Return the position in its storage behind the last element."""
+    """Return the position in the storage just after the last element."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return int(tensor.storage_offset()) + sum((size - 1) * stride for size, stride in steps) + 1
 

@@ -16,17 +16,17 @@ class Dialect:
     """The syntax of one language for the nodes of a trace."""
 
     statement: str
-    """With ``{type}``, ``{name}`` and ``{value}``."""
+    """A template with ``{type}``, ``{name}`` and ``{value}``."""
     types: Mapping[torch.dtype, str]
     number: Callable[[float, torch.dtype], str]
-    """A literal of that dtype."""
+    """Prints a literal of a dtype."""
     expressions: Mapping[str, str]
     """The expression of each operator, by its name without the overload; ``{0}``, ``{1}``, ... are the arguments."""
 
 
 @dataclass(frozen=True)
 class Name:
-    """The text of an input where its number is wanted, and where the float32 of its bits is."""
+    """The text of an input, as a number and as the float32 with the number's bits."""
 
     number: str
     as_float: str

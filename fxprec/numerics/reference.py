@@ -1,6 +1,6 @@
-"""The slow, obvious arithmetic of number formats that decides when a fast path is in doubt.
+"""Slow and simple arithmetic of number formats, which decides when a fast path is in doubt.
 
-Everything goes through float64, where each step below is exact, and shares no code with the codec.
+All arithmetic is in float64, where each step below is exact. The module shares no code with the codec.
 Definitions: docs/algorithms.md, "Number formats".
 """
 
@@ -16,7 +16,7 @@ from fxprec.numerics.rows import FormatRow, as_float
 
 
 class Grid(NamedTuple):
-    """A format as rounding needs it: the numbers it has, and the result of an overflow."""
+    """A format as rounding needs it: its numbers, and the result of an overflow."""
 
     mantissa_bits: int
     min_exponent: int
@@ -44,7 +44,7 @@ class Grid(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """The elements that rounding to a format loses, and the largest magnitude."""
+    """The number of elements that rounding to a format loses, and the largest magnitude."""
 
     overflow: int
     underflow: int
@@ -54,7 +54,7 @@ class Stats(NamedTuple):
 def reference_encode(x: torch.Tensor, fmt: Format | str) -> torch.Tensor:
     """Return the codes of ``x`` rounded to nearest, ties to the even code, in ``fmt.code_dtype``, shape of ``x``.
 
-    NaN becomes the NaN code, or the largest number where the format has none.
+    NaN becomes the NaN code, or the largest number if the format has no NaN.
     """
     fmt = parse(fmt)
     units, binade = _rounded(x.double().abs(), Grid.of(fmt))
@@ -66,7 +66,7 @@ def reference_encode(x: torch.Tensor, fmt: Format | str) -> torch.Tensor:
 
 
 def reference_decode(code: torch.Tensor, fmt: Format | str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the numbers of integer codes as ``dtype``, shape and order of dimensions in memory of ``code``."""
+    """Return the numbers of integer codes as ``dtype``, in the shape and order of dimensions of ``code``."""
     fmt = parse(fmt)
     bits = code.long() & ((1 << fmt.bits) - 1)
     if bits.numel() <= 4 << fmt.bits:
@@ -99,7 +99,7 @@ def reference_round(x: torch.Tensor, grid: Grid) -> torch.Tensor:
 def reference_stats(x: torch.Tensor, fmt: Format | str | Grid) -> Stats:
     """Count the values that overflow (|x| >= largest + half a unit, inf, NaN) and underflow (non-zero to zero).
 
-    To zero goes what is at most half of the smallest number: a tie goes to zero, whose code is even.
+    A value underflows if it is at most half of the smallest number: a tie goes to zero, whose code is even.
     """
     grid = fmt if isinstance(fmt, Grid) else Grid.of(parse(fmt))
     magnitude = x.double().abs()
@@ -111,10 +111,10 @@ def reference_stats(x: torch.Tensor, fmt: Format | str | Grid) -> Stats:
 
 
 def _rounded(magnitude: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round float64 magnitudes as if the exponent had no upper end.
+    """Round float64 magnitudes as if the exponent had no upper limit.
 
-    Returns them in units of the last place (float64) and their binade before rounding (int64), that of the smallest
-    normal number for smaller ones. NaN counts as 0, inf as float64's largest number, which is beyond every format's.
+    Returns the magnitudes in units of the last place (float64) and their binade before rounding (int64), at least that
+    of the smallest normal number. NaN counts as 0, inf as float64's largest number, which is beyond every format's.
     """
     magnitude = magnitude.nan_to_num(0.0)
     binade = (magnitude.clamp(min=2.0**grid.min_exponent).view(torch.int64) >> 52) - 1023
@@ -127,12 +127,12 @@ def _rounded(magnitude: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.T
 
 
 def _power_of_2(exponent: torch.Tensor) -> torch.Tensor:
-    """Return 2 to the power of int64 exponents from -1022 to 1023: float64 with that exponent field."""
+    """Return 2 to the power of int64 exponents from -1022 to 1023, by writing float64's exponent field."""
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def _with(x: torch.Tensor, condition: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """Return ``value`` where the condition holds, else ``x``; it seldom holds, and `torch.where` takes its time."""
+    """Return ``value`` where the condition holds, else ``x``; skip the slow `torch.where` where it never holds."""
     return torch.where(condition, value, x) if condition.any() else x
 
 

@@ -1,7 +1,7 @@
 """`quantize`, `encode` and `decode`: tensors in any number format, on any device.
 
-Small tensors run op by op. Large ones run one fused kernel, compiled at first use and shared by all formats, which
-reach it as a few runtime integers.
+Small tensors run op by op. Large ones run one fused kernel, compiled at first use. All formats share the kernel: a
+format is a few integers that the kernel takes at run time.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def quantize(
     ``rounding``: ``nearest`` (ties to the even code), ``stochastic`` (up with probability (x - down)/(up - down),
     reproducible from ``generator``; beyond the largest number as ``nearest``), or ``zero`` (finite values beyond
     the largest number become it). NaN stays NaN. ``out`` (same shape, dtype and device; may be ``x``) receives
-    the result and is returned; it is not differentiated. Block formats round the result to the dtype of ``x`` once
-    more, and do not round toward zero.
+    the result and is returned; it is not differentiated. Block formats round the result once more, to the dtype of
+    ``x``, and do not round toward zero.
 
     Raises `FormatError` for an unknown format or rounding, a dtype other than float32, bfloat16 and float16
     (float64 would be rounded twice), or a dtype that cannot hold the format's numbers.
@@ -92,8 +92,8 @@ def encode(
 ) -> Any:
     """Return the codes of ``x`` rounded to ``fmt``, in ``fmt.code_dtype`` and the shape of ``x``.
 
-    NaN becomes the format's NaN code; in formats without one, the largest number. Of a block format the result is a
-    `BlockCodes`, in which a block that holds inf or NaN reads as NaN. Raises as `quantize`.
+    NaN becomes the format's NaN code, or the largest number if the format has no NaN. For a block format the result is
+    a `BlockCodes`, in which a block that holds inf or NaN reads as NaN. Raises as `quantize`.
     """
     fmt = find(fmt)
     _check_input(x, rounding)
@@ -115,14 +115,14 @@ def encode(
 def decode(code: torch.Tensor | BlockCodes, fmt: AnyFormat | str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the numbers of ``code`` (``fmt.code_dtype``) as ``dtype``, in the shape of ``code``.
 
-    Raises `FormatError` for another code dtype, or for a ``dtype`` that cannot hold every number of the format; of a
-    block format, which is rounded to ``dtype``, for `BlockCodes` of another.
+    Raises `FormatError` for another code dtype, and for a ``dtype`` that cannot hold every number of the format. A
+    block format is rounded to ``dtype``; for it, raises `FormatError` for `BlockCodes` of another format.
     """
     fmt = find(fmt)
     if isinstance(fmt, BlockFormat):
         if dtype != torch.float64:
             _check_dtype(dtype)
-        return decode_blocks(code, fmt, dtype)  # type: ignore[arg-type]  # what it is not, is refused
+        return decode_blocks(code, fmt, dtype)  # type: ignore[arg-type]  # decode_blocks refuses other types
     if not isinstance(code, torch.Tensor):
         raise FormatError(f"codes of {fmt.name} are a tensor of {fmt.code_dtype}, not {type(code).__name__}")
     if code.dtype != fmt.code_dtype:
@@ -139,7 +139,7 @@ def decode(code: torch.Tensor | BlockCodes, fmt: AnyFormat | str, dtype: torch.d
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Rounding whose derivative is 1, also where it saturates: straight-through."""
+    """A straight-through rounding: its derivative is 1, also where it saturates."""
 
     @staticmethod
     def forward(
@@ -170,7 +170,7 @@ def _quantize(
 
 
 def _random(x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Draw 31 random bits for each element, in the order of the elements whatever the layout."""
+    """Draw 31 random bits for each element, in the order of the elements for any layout."""
     return torch.empty(x.shape, dtype=torch.int32, device=x.device).random_(generator=generator)
 
 
@@ -224,7 +224,7 @@ def _run(
     out: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Run a kernel compiled into ``out`` where the tensor is large, op by op where it is not."""
+    """Run the compiled kernel into ``out`` if the tensor is large, otherwise run op by op."""
     x, random = tensors
     if out is not None and kernel not in _FAILED and _is_large(x) and _run_compiled(kernel, x, random, rows, out):
         return out
@@ -243,10 +243,10 @@ def _is_large(x: torch.Tensor) -> bool:
 def _run_compiled(
     kernel: _Kernel, x: torch.Tensor, random: torch.Tensor | None, rows: _Rows, out: torch.Tensor
 ) -> bool:
-    """Run the fused kernel over flat tensors; False (with a warning, once) where none can be compiled."""
+    """Run the fused kernel over flat tensors; return False, with one warning, if no kernel can be compiled."""
     flat = out.view(-1) if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device).view(-1)
     source = x.contiguous().view(-1)
-    is_fake = compat.fake_mode_of(x) is not None  # a fake row is of no use to a later call
+    is_fake = compat.fake_mode_of(x) is not None  # a row with fake tensors must not be cached
     columns = (_columns.__wrapped__ if is_fake else _columns)(rows, x.device)
     target = flat.view(torch.int32) if flat.dtype == torch.uint32 else flat
     try:
@@ -271,7 +271,7 @@ def _run_compiled(
 
 @cache
 def _columns(rows: _Rows, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return the rows of a format on a device: an upload waits for a GPU's stream, so each is made once."""
+    """Return the rows of a format as tensors on a device; cached, since an upload waits for the GPU's stream."""
     return tuple(torch.tensor(row, dtype=torch.int32, device=device) for row in rows)
 
 
@@ -290,7 +290,7 @@ def _fused(kernel: _Kernel, dtype: torch.dtype, out_dtype: torch.dtype, device: 
         out.copy_(kernel(x, random, (FormatRow(*row.unbind()), CodeRow(*codes.unbind()))))
 
     native.inductor()
-    # Dynamo counts recompilations by code object: each combination gets its own.
+    # Dynamo counts recompilations by code object, so each combination gets its own.
     code = into.__code__.replace(co_name=f"round_{str(dtype)[6:]}_to_{str(out_dtype)[6:]}")
     function = FunctionType(code, into.__globals__, code.co_name, None, into.__closure__)
     return torch.compile(function, dynamic=True, fullgraph=True)

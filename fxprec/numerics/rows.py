@@ -1,7 +1,7 @@
-"""A number format as a handful of integers, which a table, a struct or a compile-time tuple hands to a kernel.
+"""A number format as a few integers, which a kernel reads from a table, a struct or a compile-time tuple.
 
-`FormatRow` has the numbers for rounding, `CodeRow` those for encoding and decoding. Every kernel reads these
-names, in this layout: C++ as a struct, Triton as a tuple or from the scale table, eager torch as the tuple itself.
+`FormatRow` has the numbers for rounding, `CodeRow` those for encoding and decoding. Every kernel uses these
+names in this order: C++ as a struct, Triton as a tuple or from the scale table, eager torch as the tuple itself.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ SIGN = -(1 << 31)
 
 
 class FormatRow(NamedTuple, Generic[S]):
-    """A format as int32 numbers; "bits" are those of a float32."""
+    """A format as int32 numbers. "Bits" in the fields below are the bits of a float32."""
 
     scale_exponent: S
-    """0 here: the power of two a site's values are multiplied by, filled in by the scale table."""
+    """Power of two that multiplies a site's values; 0 here, set in the scale table."""
     shift: S
-    """23 - M: float32 mantissa bits the format lacks."""
+    """23 - M: the float32 mantissa bits that the format lacks."""
     addend: S
     """Half a unit in the last place, less 1 where ``parity`` is 1."""
     parity: S
-    """The part of the last kept bit of a float32 in a tie: 1 added, -1 subtracted, 0 none."""
+    """How the last kept bit of a float32 enters a tie: 1 added, -1 subtracted, 0 not at all."""
     min_normal: S
     """Bits of the smallest normal number."""
     magic: S
-    """Bits of 2^(min_exponent + shift): adding and subtracting it rounds a subnormal exactly once."""
+    """Bits of 2^(min_exponent + shift): adding and subtracting this number rounds a subnormal exactly once."""
     largest: S
     """Bits of the largest number."""
     overflow: S
-    """Bits of what a larger number becomes: the largest, inf or NaN."""
+    """Bits of the result for a larger number: the largest, inf or NaN."""
     underflow: S
     """Bits of the largest magnitude that rounds to zero."""
 
 
 class CodeRow(NamedTuple, Generic[S]):
-    """A format as int32 numbers that encoding and decoding need beside its `FormatRow`."""
+    """The int32 numbers of a format that encoding and decoding need beside its `FormatRow`."""
 
     rebias: S
     """float32 bits of 2^(-B): the difference of the two exponent codes, in place."""
     sign_shift: S
-    """From float32's sign bit down to the code's."""
+    """Distance from float32's sign bit down to the code's."""
     sign: S
-    """The code's sign bit; of 32 bits, int32's own."""
+    """The code's sign bit; for 32 bits, int32's own."""
     mask: S
     """All bits of a code but its sign."""
     largest_code: S
     """Magnitude bits of the largest number."""
     overflow_code: S
-    """Magnitude bits of what overflows, infinity among them."""
+    """Magnitude bits of the code for an overflow, infinity included."""
     nan_code: S
     """Magnitude bits of NaN; the largest number's in formats without one."""
     last_inf: S
-    """Magnitude bits above ``largest_code`` and up to this one read as inf, the rest as NaN."""
+    """Magnitude bits above ``largest_code`` up to this number read as inf, larger ones as NaN."""
 
 
 def float_bits(value: float) -> int:
@@ -74,7 +74,7 @@ def float_bits(value: float) -> int:
 
 
 def as_float(bits: object) -> Any:
-    """Return the float32 of ``bits``: of an int a float, of a tensor a tensor."""
+    """Return the float32 of ``bits``: a float for an int, a tensor for a tensor."""
     if isinstance(bits, torch.Tensor):
         return bits.view(torch.float32)
     return struct.unpack("<f", struct.pack("<i", bits))[0]
@@ -98,7 +98,7 @@ def format_row(fmt: Format) -> FormatRow[int]:
 
 
 def _parity(fmt: Format) -> int:
-    """Return ``parity``; without mantissa bits the last kept bit is the exponent's, and odd codes may be even ones."""
+    """Return ``parity``. Without mantissa bits the last kept bit is the exponent's, odd where the code is even."""
     if fmt.mantissa_bits == 23:
         return 0
     return -1 if fmt.mantissa_bits == 0 and (127 - fmt.offset) % 2 else 1
@@ -120,7 +120,7 @@ def code_row(fmt: Format) -> CodeRow[int]:
 
 
 class Thresholds(NamedTuple, Generic[S]):
-    """Magnitudes, as float32 bits, from which rounding loses a number, and up to which."""
+    """The magnitudes, as float32 bits, beyond which rounding loses a number."""
 
     overflow: S
     """The smallest that overflows: the largest number plus half a unit in the last place (M = 23: plus one bit)."""
@@ -129,7 +129,7 @@ class Thresholds(NamedTuple, Generic[S]):
 
 
 def thresholds(row: FormatRow[S]) -> Thresholds[S]:
-    """Return what statistics compare magnitudes with."""
+    """Return the magnitudes that statistics compare with."""
     shift: Any = row.shift
     half: Any = ((torch.ones_like(shift) if isinstance(shift, torch.Tensor) else 1) << shift) >> 1
     half = torch.clamp_min(half, 1) if isinstance(half, torch.Tensor) else max(half, 1)
@@ -137,5 +137,5 @@ def thresholds(row: FormatRow[S]) -> Thresholds[S]:
 
 
 def row_of(columns: Sequence[S]) -> FormatRow[S]:
-    """Return a `FormatRow` of the first columns of a row of the scale table."""
+    """Return a `FormatRow` from the first columns of a row of the scale table."""
     return FormatRow(*columns[: len(FormatRow._fields)])

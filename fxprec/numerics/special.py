@@ -1,7 +1,7 @@
-"""Named specialisations of the codec's text, for formats whose numbers are float32's with a shorter mantissa.
+"""Shorter versions of the codec's functions for formats whose numbers are float32's with a shorter mantissa.
 
-Each gives the bits of the general form (`codec.nearest`, `directed.dithered`), NaN quieted, in fewer operations, since
-such a format has float32's own subnormals; the tests compare them.
+Such a format has float32's own subnormals, so these functions need fewer operations. They give the bits of the general
+ones (`codec.nearest`, `directed.dithered`), with NaN quieted; tests compare them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _FLOAT32_MIN_EXPONENT = -126
 
 
 def shares_exponents(fmt: Format) -> bool:
-    """Say whether the format's numbers are float32's with a shorter mantissa, subnormals among them."""
+    """Return whether the format's numbers are float32's with a shorter mantissa, subnormals included."""
     return fmt.min_exponent == _FLOAT32_MIN_EXPONENT and 0 < fmt.mantissa_bits < 23
 
 
 def carries_into_infinity(row: FormatRow[int]) -> bool:
-    """Say whether rounding past the largest number ends at inf by itself, as in bfloat16."""
+    """Return whether rounding past the largest number gives inf without a comparison, as in bfloat16."""
     return bool(row.largest + (1 << row.shift) == row.overflow == INFINITY)
 
 
 def nearest_cut(x: Tensor, row: FormatRow[int]) -> Tensor:
-    """Round to nearest even where `carries_into_infinity`: the sign stays in place. 9 operations for 14."""
+    """Round to nearest even where `carries_into_infinity`: the sign stays in place, so 9 operations replace 14."""
     bits = x.view(torch.int32)
     rounded = (bits + (row.addend + ((bits >> row.shift) & 1))) & -(1 << row.shift)
     return torch.where(x != x, QUIET_NAN | (bits & SIGN), rounded).view(torch.float32)

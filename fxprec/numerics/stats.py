@@ -1,11 +1,10 @@
 """Statistics: kernels *count* what rounding does to a tensor, and the host *finishes* counts to statistics.
 
-`codec`'s text in Inductor's code, the C++ kernels, the Triton functions below and the reference all give one row of
-float64 a site, `Counts`. Only `finish` turns sums into ratios and moments. Float64 holds counts of up to 2^53 elements
-exactly.
+Inductor's code and the Triton functions below, the C++ kernels and the reference all give one row of float64 per site,
+`Counts`. Only `finish` turns sums into ratios and moments. Float64 holds counts of up to 2^53 elements exactly.
 
-Triton kernels count with atomics into striped counters: int32, and float64 for sums, whose order is lost in the
-rounding of the report. `gathered` adds the stripes up.
+Triton kernels count with atomics into striped counters. Counts are int32. Sums are float64, so that the order of the
+additions is lost when the reported number is rounded. `gathered` adds the stripes up.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ class Counts(NamedTuple):
     """The counts of one cast in one step: a row of float64."""
 
     overflow: float
-    """Elements."""
+    """Number of elements."""
     underflow: float
-    """Elements; NaN where codes were counted, which do not tell a rounded number from a zero."""
+    """Number of elements; NaN where codes were counted, since a code of zero may be a rounded number or a zero."""
     amax: float
-    """Largest magnitude of what comes into the cast; NaN where there is one."""
+    """Largest magnitude of the cast's input; NaN if the input has a NaN."""
     elements: float
     nonzero: float
-    """Elements; -1 in steps that measure no moments."""
+    """Number of non-zero elements; -1 in steps that measure no moments."""
     squares: float
-    """Sum of the squares of what the moments are taken of."""
+    """Sum of the squares of the tensor that the moments are taken of."""
     logs: float
-    """Sum of ln|x| over its non-zero elements."""
+    """Sum of ln|x| over the non-zero elements."""
     squared_logs: float
     carried: float
-    """Scale exponent of what comes into the cast."""
+    """Scale exponent of the cast's input."""
     moments_exp: float
-    """Scale exponent of what the moments are taken of."""
+    """Scale exponent of the tensor that the moments are taken of."""
 
 
 WIDTH = len(Counts._fields)
@@ -54,7 +53,7 @@ UNMEASURED = (-1.0, 0.0, 0.0, 0.0)
 
 
 class Statistics(NamedTuple):
-    """Ratios are shares of all elements, NaN where unknown; the others are of the tensor without its scale."""
+    """The statistics of one cast. Ratios are shares of all elements, NaN if unknown; the rest is without the scale."""
 
     overflow_ratio: float
     underflow_ratio: float
@@ -66,13 +65,13 @@ class Statistics(NamedTuple):
 
 
 def finish(rows: Tensor) -> list[Statistics]:
-    """Turn rows of counts (n, `WIDTH`) float64 into statistics. An empty tensor has none lost, and amax 0."""
+    """Turn rows of counts (n, `WIDTH`) float64 into statistics. An empty tensor has no losses and amax 0."""
     return [Statistics(*row) for row in zip(*finished_columns(rows), strict=True)]
 
 
 def finished_columns(rows: Tensor) -> tuple[list[float], ...]:
-    """Return the fields of `Statistics` of rows of counts (n, `WIDTH`) float64, each as a list of n."""
-    with np.errstate(all="ignore"):  # infs and NaNs are what they are
+    """Return the fields of `Statistics` for rows of counts (n, `WIDTH`) float64, each as a list of n."""
+    with np.errstate(all="ignore"):  # infs and NaNs pass through
         columns = _finished(Counts(*rows.numpy().T))  # each field of all rows
     return tuple(column.tolist() for column in columns)
 
@@ -97,13 +96,13 @@ def _finished(c: Any) -> tuple[Any, ...]:
 
 
 def count(x: Tensor, stored: Tensor, row: FormatRow[Any], dims: tuple[int, ...] = ()) -> list[Tensor]:
-    """Return ``overflow`` to ``elements`` of float32 ``x``, which is ``stored`` after scaling, as float64.
+    """Return ``overflow`` to ``elements`` of float32 ``x``, whose scaled values are ``stored``, as float64.
 
-    Counts are of the whole tensor, or of each part that reducing ``dims`` leaves; `total` puts parts together.
+    Counts cover the whole tensor, or each part that reducing ``dims`` leaves; `total` adds the parts.
     """
     magnitude = stored.view(torch.int32) & MAGNITUDE
     over, under = lost(magnitude, row)
-    elements = magnitude >= 0  # all: a trace knows no shape
+    elements = magnitude >= 0  # all elements, since a trace does not know the shape
     numbers = [_sum(over, dims), _sum(under, dims), torch.amax(torch.abs(x), dims), _sum(elements, dims)]
     return [n.to(torch.float64) for n in numbers]
 
@@ -111,7 +110,7 @@ def count(x: Tensor, stored: Tensor, row: FormatRow[Any], dims: tuple[int, ...] 
 def count_moments(stored: Tensor, dims: tuple[int, ...] = ()) -> list[Tensor]:
     """Return ``nonzero`` to ``squared_logs`` of float32 ``stored`` as float64, by parts as `count` does.
 
-    What is stored is near 1, where squares neither over- nor underflow.
+    Stored values are near 1, so their squares neither over- nor underflow.
     """
     nonzero = (stored.view(torch.int32) & MAGNITUDE) > 0
     logs = torch.where(nonzero, torch.log(torch.where(nonzero, torch.abs(stored), 1.0)), 0.0)
@@ -120,11 +119,11 @@ def count_moments(stored: Tensor, dims: tuple[int, ...] = ()) -> list[Tensor]:
 
 
 CARRIED = len(FormatRow._fields)
-"""Column of the scale table: the scale exponent that the input of a row's cast carries already."""
+"""Column of the scale table: the scale exponent that the input of a row's cast already carries."""
 MEASURE = CARRIED + 1
 """Column of the scale table: 1 in steps that measure moments and histograms."""
 SHORT = 1 << 15
-"""Elements. Shorter parts count overflow and, in the bits above it, underflow in one sum of 32 bits."""
+"""Number of elements. Shorter parts count overflow and, in the bits above it, underflow in one 32-bit sum."""
 FIELD = 21
 """Bits of each number in a part's packed counts: overflow lowest, then underflow, then non-zero elements."""
 
@@ -138,12 +137,12 @@ def count_parts(
     short: bool = False,
     ln: Callable[[Tensor], Tensor] = torch.log,
 ) -> tuple[Tensor, ...]:
-    """Count each part of float32 ``x``, which is ``stored`` after scaling; reducing ``dims`` leaves the parts.
+    """Count each part of float32 ``x``, whose scaled values are ``stored``; reducing ``dims`` leaves the parts.
 
     ``short`` parts have fewer than `SHORT` elements: overflow and underflow fit into one sum.
 
-    Returns of each part int64 with `FIELD` bits a number, int32, the bits of the largest magnitude, and of what is
-    ``measured`` float32 of each moment: the sums of squares, of logarithms, of their squares.
+    Returns for each part the packed counts (int64, `FIELD` bits each) and the bits of the largest magnitude (int32). If
+    ``measured``, also float32 sums of squares, of logarithms and of their squares.
     """
     magnitude = stored.view(torch.int32) & MAGNITUDE
     over, under = lost(magnitude, row)
@@ -175,7 +174,7 @@ def totals(
     measured: Sequence[bool],
     scaled: Sequence[bool],
 ) -> Tensor:
-    """Add up the parts that `count_parts` counted of several sites, side by side: `Counts`, (sites, `WIDTH`)."""
+    """Add up the parts that `count_parts` counted, of several sites side by side: `Counts`, (sites, `WIDTH`)."""
     found, at = [], 0
     mask = (1 << FIELD) - 1
     for i, (packed, largest) in enumerate(zip(lost.split(list(sizes), -1), amax.split(list(sizes), -1), strict=True)):
@@ -198,19 +197,19 @@ def _sum(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def total(parts: list[Tensor]) -> Tensor:
-    """Put the parts of the first fields of `Counts` together: one reduction for all of them, (fields,) float64."""
+    """Combine the parts of the first fields of `Counts`, in one reduction for all of them: (fields,) float64."""
     table = torch.cat([part.view(1, -1) for part in parts])
     is_amax = torch.arange(len(parts), device=table.device) == Counts._fields.index("amax")
     return torch.where(is_amax, torch.amax(table, 1), torch.sum(table, 1))
 
 
-# Striped counters: one of these columns of int32 a stripe, then a row of facts that one program writes.
+# Striped counters: each stripe has these int32 columns. After the stripes comes a row of facts, written by one program.
 SUMS = 4  # column of the three float64 sums
 STRIPES = 32
-"""Copies of a site's counters: programs add to one of them each, since atomics on one address take turns."""
+"""Copies of a site's counters; each program adds to one copy, since atomics on one address are serialised."""
 COLUMNS = 10
 """Overflow, underflow, amax (float32 bits), non-zero, then as float64 the sums of squares, logs and squared logs.
-The facts: elements (int64), carried exponent, scale exponent, whether moments were measured."""
+The row of facts: elements (int64), carried exponent, scale exponent, whether moments were measured."""
 SITE_COUNTERS = (STRIPES + 1) * COLUMNS
 
 

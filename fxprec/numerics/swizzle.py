@@ -21,12 +21,12 @@ def swizzled(scales: Tensor) -> Tensor:
 
 
 def padded_size(rows: int, blocks: int) -> int:
-    """Return the elements that `swizzled` returns."""
+    """Return the number of elements that `swizzled` returns."""
     return -(-rows // ROWS) * ROWS * (-(-blocks // BLOCKS) * BLOCKS)
 
 
 def places(rows: int, blocks: int) -> Tensor:
-    """Return where the scale of each row and block lies, (rows, blocks) int64: the definition, element by element."""
+    """Return the position of the scale of each row and block, (rows, blocks) int64: the definition, by element."""
     row = torch.arange(rows, device="cpu").view(-1, 1)
     block = torch.arange(blocks, device="cpu").view(1, -1)
     tile = row // ROWS * -(-blocks // BLOCKS) + block // BLOCKS

@@ -12,12 +12,12 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 Kind: TypeAlias = Literal["float", "int", "float_scalar", "int_scalar"]
-"""A float32 or int32 element of a tensor, or a number that all elements share."""
+"""A float32 or int32 tensor, or a scalar that all elements share."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A graph of pointwise nodes and what its inputs and outputs are called."""
+    """A graph of pointwise nodes, with the names of its inputs and outputs."""
 
     graph: Graph
     inputs: tuple[str, ...]
@@ -44,7 +44,7 @@ def trace(function: Callable[..., Mapping[str, Tensor]], inputs: Mapping[str, Ki
 
 
 def drop_aliases(graph: Graph) -> None:
-    """Take out what names a tensor a second time: torch 2.14 traces one after every ``view`` of another dtype."""
+    """Remove nodes that only alias a tensor: torch 2.14 traces one after every ``view`` as another dtype."""
     for target in _ALIASES:
         for node in graph.find_nodes(op="call_function", target=target):
             node.replace_all_uses_with(node.args[0])

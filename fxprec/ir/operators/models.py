@@ -1,9 +1,10 @@
-"""Rows of a model's operators, all overloads of each: how their backward bears 8 bits in what it reads.
+"""Rows of a model's operators, all overloads of each: whether their backward tolerates 8 bits in what it reads.
 
-Backward reads a saved value through one formula. Where that is not linear in the value, the table says why the value
-stays above 8 bits. Most rows are measured (``measured``). A row by hand says what random numbers do not show: why, by
-the formula (tests/passes/test_sensitive.py measures each reason), and what is no function of one number and yet linear
-in what its backward reads, or bounded. What the backward of an operator reads that has no row keeps its own dtype.
+Backward reads a saved value through one formula. Where the formula is not linear in the value, the table gives the
+reason why the value stays above 8 bits. Most rows are measured (``measured``). A row by hand says what random samples
+do not show. It may give a reason from the formula (tests/passes/test_sensitive.py measures each reason). Or it lists an
+operator that does not work on single numbers but whose backward is linear in what it reads, or bounded. If an operator
+has no row, what its backward reads keeps its own dtype.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ BY_HAND = RESULTS + OPERANDS
 
 HARMLESS = (
     row("silu.* gelu.* mish.* softplus.*", traits=Trait.BEARS_ROUNDING | Trait.GENTLE),
-    # Asked on which side of a bound it is, a copy keeps to it (`passes.keep_signs`). A product that Inductor makes of a
-    # GEMM, of one row perhaps, is linear in its factors.
+    # Where backward compares a copy with a bound, the copy stays on its side (`passes.keep_signs`). A product that
+    # Inductor makes of a GEMM, for instance of one row, is linear in its factors.
     row(
         "mul.* div.* abs.* square.* pow.Tensor_Scalar addcmul.* addcdiv.* lerp.* clamp.* clamp_min.*"
         " clamp_max.* maximum.* minimum.* var.* var_mean.* std.* std_mean.* linalg_vector_norm.* norm.*"

@@ -1,4 +1,4 @@
-"""Operators by name. A name that torch lacks is an error at import, so no row of the table means nothing."""
+"""Operators by name. A name that torch lacks is an error at import, so every row of the table matches an operator."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from fxprec.compat.versions import NEWEST_TORCH, torch_version
 from fxprec.ir.operators.spec import Spec
 
 _NAMESPACES = ("prims", "fxprec")
-"""Beginnings of names that are not ATen's."""
+"""Namespaces of names that are not ATen's."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Operators that are alike in all columns."""
+    """Operators that share one entry in all columns."""
 
     names: str
     spec: Spec
 
 
 def row(names: str, **columns: Any) -> Row:
-    """Return a row for ``names``: ``add.Tensor``, ``exp`` for ``exp.default``, ``prims.sum``, ``exp.*`` for all."""
+    """Return a row for names: ``add.Tensor``; ``exp`` for ``exp.default``; ``prims.sum``; ``exp.*``: all overloads."""
     return Row(names, Spec(**columns))
 
 
@@ -45,7 +45,7 @@ def _resolved(name: str) -> object:
 
 
 def collected(*families: tuple[Row, ...]) -> dict[object, Spec]:
-    """Return the rows by operator. Raises `ValueError` for an operator that stands in two rows."""
+    """Return the rows by operator. Raises `ValueError` for an operator that is in two rows."""
     table: dict[object, Spec] = {}
     for found in (found for family in families for found in family):
         operators = existing(found.names)

@@ -23,7 +23,7 @@ ROWS = (
     row("convolution_backward", factors=(0, 1, 2), terms=FIRST, traits=Trait.GEMM_BACKWARD | Trait.WIDE),
     row("linear", factors=(0, 1), terms=_WITH_BIAS, traits=Trait.GEMM),
     row("_scaled_mm", factors=(0, 1), traits=Trait.GEMM),
-    # Backward makes the probabilities again, exp(q k - logsumexp): an error of q or k is exponentiated, and rows no
+    # Backward recomputes the probabilities, exp(q k - logsumexp). It exponentiates an error of q or k, and rows no
     # longer add up to 1.
     row(
         "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention"

@@ -11,29 +11,29 @@ FIRST: Terms = ((0,),)
 
 
 class Moves(Enum):
-    """How an operator shows or copies another tensor's data, in the same dtype."""
+    """How an operator views or copies another tensor's data, in the same dtype."""
 
     ALIAS = auto()  # the same tensor under another name
     SHAPE = auto()  # the same elements in row-major order
-    RANK = auto()  # dimensions of one element come or go
-    ORDER = auto()  # dimensions change places
-    SPREAD = auto()  # elements are repeated, in no memory of their own
+    RANK = auto()  # dimensions of size 1 are added or removed
+    ORDER = auto()  # dimensions are permuted
+    SPREAD = auto()  # elements are broadcast without memory of their own
     PART = auto()  # a part
-    PARTS = auto()  # several parts, each a result
+    PARTS = auto()  # several parts, each of them a result
     STRIDED = auto()  # any window of the memory
-    COPY = auto()  # the same elements in memory of their own
-    OTHER = auto()  # no pass asks how
+    COPY = auto()  # the same elements, copied
+    OTHER = auto()  # no pass needs to know how
 
 
 class Cost(Enum):
-    """What Inductor makes of an operator that torch does not tag as pointwise; without an entry, a library's kernel."""
+    """What Inductor makes of an operator that torch does not tag as pointwise. No entry: a kernel of a library."""
 
-    FUSED = auto()  # part of its reader's loop
-    REDUCED = auto()  # a loop whose result lies in memory
+    FUSED = auto()  # part of the loop of the operator that reads it
+    REDUCED = auto()  # a loop whose result is written to memory
 
 
 class Trait(Flag):
-    """Facts that hold for an operator or do not."""
+    """Boolean properties of an operator."""
 
     NONE = 0
     CAST = auto()  # converts to another dtype
@@ -43,65 +43,65 @@ class Trait(Flag):
     ON_CPU = auto()  # attention's variants for CPUs
     WIDE = auto()  # has a twin that multiplies 16-bit tensors in float32 (`fxprec.kernels.wide_gemms`)
     MUTATES = auto()  # writes a functionalised mutation back to its input
-    PASSES_SCALE = auto()  # moves or adds up: a scale comes off before it as cheaply as after
+    PASSES_SCALE = auto()  # moves or adds: removing a scale before it costs as little as after it
     AFFINE = auto()  # sum, difference or product
-    COMBINES = auto()  # what backward exponentiates comes from its operands
-    HANDS_ON_DIVISOR = auto()  # what makes its first argument 0 makes its result 0, or nearly
-    SELECTS = auto()  # takes each element from one of two, where a condition says
+    COMBINES = auto()  # a value that backward exponentiates depends on its operands
+    HANDS_ON_DIVISOR = auto()  # its result is 0, or nearly 0, where its first argument is 0
+    SELECTS = auto()  # takes each element from one of two tensors, as a condition says
     MASKS = auto()  # adds to attention's logits, or replaces some
-    SCALES = auto()  # multiplies, divides or bounds each element by itself
+    SCALES = auto()  # multiplies, divides or bounds elements one by one
     SUMS = auto()  # a sum, or a mean, over dimensions
-    ZERO = auto()  # is 0 everywhere
-    ASKS_ABOVE = auto()  # compares with a number; with 0, asks whether, or where not, a value is above
-    ASKS_BELOW = auto()  # compares with a number; with 0, asks whether, or where not, a value is below
-    ORDERS = auto()  # compares two tensors, which is the larger
-    HEAVY = auto()  # Inductor does not repeat it on a CPU
-    WRITES_NEW = auto()  # always writes a tensor of its own
-    WRITES_NEW_OF_TWO = auto()  # writes a tensor of its own if both operands are computed
-    HANDS_ON_VALUES = auto()  # casts, or guards inf and NaN: hands on what it is given
-    # Of the operators of a model:
-    BEARS_ROUNDING = auto()  # its backward is linear in what it reads (products, norms, sums) or bounded by it
+    ZERO = auto()  # the result is 0 everywhere
+    ASKS_ABOVE = auto()  # compares with a number; if the number is 0: tests x > 0, or its negation
+    ASKS_BELOW = auto()  # compares with a number; if the number is 0: tests x < 0, or its negation
+    ORDERS = auto()  # compares which of two tensors is larger
+    HEAVY = auto()  # Inductor does not recompute it on a CPU
+    WRITES_NEW = auto()  # always writes a new tensor
+    WRITES_NEW_OF_TWO = auto()  # writes a new tensor if both operands are computed
+    HANDS_ON_VALUES = auto()  # casts, or guards inf and NaN: its result stands for its input's values
+    # For operators of a model:
+    BEARS_ROUNDING = auto()  # its backward is linear in what it reads (products, norms, sums) or bounded
     GENTLE = auto()  # an activation of slope 1.2 at most
     SOFTMAX = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A tensor that stays above 8 bits when it is saved."""
+    """Why a tensor stays above 8 bits when it is saved, and in which dtype."""
 
     why: str
     as_it_is: bool = False
-    """Whether it keeps its own dtype, and not the recipe's high format."""
+    """Whether it keeps its own dtype instead of the recipe's high format."""
     last_size: int | None = None
-    """Which operands are meant: those whose last dimension has this size."""
+    """Only operands whose last dimension has this size stay above 8 bits; None: all operands."""
     unknown: str = ""
-    """The operator in no table whose backward reads the tensor, and its node, module and source line."""
+    """An operator without a row whose backward reads the tensor, with its node, module and source line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """One operator. Positions are those of arguments."""
+    """One row: the properties of an operator. Positions are positions of arguments."""
 
     moves: Moves | None = None
     traits: Trait = Trait.NONE
     terms: Terms = ()
     """The operator as a sum of terms, each a product of arguments: ``mul`` is one term (0, 1), ``add`` two terms (0,)
-    and (1,), ``addmm`` the terms (0,) and (1, 2). A scaled gradient may be a factor of a term; all terms of a sum
-    must carry one scale; an argument in no term must carry none. Without terms it counts as not linear."""
+    and (1,), ``addmm`` the terms (0,) and (1, 2). A scaled gradient may be a factor of a term; all terms of a sum must
+    carry one scale; an argument in no term must carry none. An operator without terms is treated as not linear."""
     factors: tuple[int, ...] = ()
-    """The tensors that a GEMM multiplies; the rest (bias, statistics) is no factor."""
+    """The tensors that a GEMM multiplies; bias and statistics are no factors."""
     constant_at: int | None = None
-    """The number that the result is everywhere."""
+    """The argument that gives the value of every element of the result."""
     fills_at: int | None = None
-    """The number that the result is in places."""
+    """The argument that gives the value of some elements of the result."""
     hands_on: Literal["any", "first"] | None = None
-    """Which argument's fill values the result holds. Other operators make ordinary numbers of them."""
+    """The argument whose fill values pass unchanged into the result; None: they become ordinary numbers."""
     divisor_at: int | None = None
-    """What it divides by, or takes the root or logarithm of."""
+    """The argument that the operator divides by, or takes the root or logarithm of."""
     exponentiates: tuple[int, ...] = ()
     """The operands that its backward exponentiates."""
     cost: Cost | None = None
     result: Kept | None = None
-    """Why its result stays above 8 bits, where backward reads it."""
+    """Why backward may not read the result in 8 bits."""
     operands: Kept | None = None
-    """Why its operands stay above 8 bits, where backward reads them."""
+    """Why backward may not read the operands in 8 bits."""
