@@ -202,7 +202,7 @@ class Head(NamedTuple):
 
 
 def head(ends: tuple[Tensor, ...], fmt: BlockFormat, whole: Tensor | None, *, stochastic: bool) -> Head:
-    """Return the head of a block from the bits of its largest magnitude, or of its `ordered` least and largest number."""
+    """Return a block's head, from the bits of its largest magnitude or of its `ordered` least and largest number."""
     row = block_row(fmt, stochastic=stochastic)
     if fmt.has_offset:
         low, high = map(ordered, ends)

@@ -298,7 +298,7 @@ _SYNTAX = re.compile(
 
 
 def kept_codes(fmt: Format) -> tuple[int, int, int]:
-    """Return a format's codes of inf and of NaN, and its sign bit. The format has NaN; inf gets NaN's code if need be."""
+    """Return the codes that keep inf and NaN, and the sign bit. The format has NaN; inf shares its code if need be."""
     assert fmt.nan_code is not None
     inf = fmt.overflow_code if fmt.overflow == "inf" else fmt.nan_code
     return inf, fmt.nan_code, 1 << (fmt.bits - 1)

@@ -98,7 +98,7 @@ def format_row(fmt: Format) -> FormatRow[int]:
 
 
 def _parity(fmt: Format) -> int:
-    """Return ``parity``. Without mantissa bits the last kept bit is the exponent's, odd where the code is even."""
+    """Return ``parity``. Without mantissa bits the last kept bit is the exponent's; it may be odd for an even code."""
     if fmt.mantissa_bits == 23:
         return 0
     return -1 if fmt.mantissa_bits == 0 and (127 - fmt.offset) % 2 else 1
