@@ -1,1 +1,1 @@
-"""Operators that are kernels: lowering, or a pass, calls them as they are, and `fxprec.runtime` implements them."""
+"""Operators that are kernels. Lowering or a pass inserts their calls, and `fxprec.runtime` implements them."""

@@ -1,4 +1,4 @@
-"""GEMMs whose products and partial sums are rounded to formats of their own, for option ``accumulator``."""
+"""GEMMs whose products and partial sums are rounded to chosen formats, for option ``accumulator``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _product(call: FakeCall) -> object:
 
 @dataclass(frozen=True)
 class Matmul(Call, op="matmul", fake=_product):
-    """Multiply (..., k) by (k, n); products are rounded to one format, sums to another, in chunks where asked."""
+    """Multiply (..., k) by (k, n); products are rounded to one format, sums, perhaps in chunks, to another."""
 
     a: Node
     b: Node
@@ -56,7 +56,7 @@ class _Convolves(Call):
 
 @dataclass(frozen=True)
 class Convolution(_Convolves, op="convolution", fake=_convolution):
-    """Convolve without bias, products and sums rounded as in `Matmul`."""
+    """Convolve without bias; products and sums are rounded as in `Matmul`."""
 
 
 def _convolution_backward(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,7 +69,7 @@ def _convolution_backward(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
 class ConvolutionBackward(
     _Convolves, op="convolution_backward", fake=_convolution_backward, returns="(Tensor, Tensor)"
 ):
-    """Compute the gradients of input and weight that ``mask`` asks for, rounded as in `Matmul`."""
+    """Compute the gradients of input and weight that ``mask`` selects, rounded as in `Matmul`."""
 
     grad: Node
     mask: Flags

@@ -1,8 +1,9 @@
-"""Kernels of casts on CPUs, which lowering makes of `fxprec.ir.symbolic`'s operators.
+"""Kernels of casts on CPUs, to which lowering converts operators of `fxprec.ir.symbolic`.
 
-``store`` gives codes, rounded values and counts, ``round`` the same without codes; ``store_`` and ``round_`` write the
-rounded values over ``x``; ``load`` reads codes. The values come at the scale they were stored with; ``keep`` keeps inf
-and NaN there. ``store_blocks`` and ``load_blocks`` are ``quantize`` and ``dequantize`` of a block format.
+``store`` returns codes, rounded values and counts; ``round`` returns the same without codes. ``store_`` and ``round_``
+overwrite ``x`` with the rounded values. ``load`` reads codes. Values keep the scale with which they are stored, and
+with ``keep`` their inf and NaN. ``store_blocks`` and ``load_blocks`` are ``quantize`` and ``dequantize`` of a block
+format.
 """
 
 from __future__ import annotations
@@ -54,17 +55,17 @@ def _stored_over(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class StoreOver(_StoredOver, op="store_", fake=_stored_over, returns="(Tensor, Tensor)", tags=KERNEL_TAGS):
-    """Return codes and counts, and write the rounded values over ``x``."""
+    """Return codes and counts, and overwrite ``x`` with the rounded values."""
 
 
 @dataclass(frozen=True)
 class RoundOver(_StoredOver, op="round_", fake=lambda call: counts_like(call.x), tags=KERNEL_TAGS):
-    """Return counts, and write the rounded values over ``x``."""
+    """Return counts, and overwrite ``x`` with the rounded values."""
 
 
 @dataclass(frozen=True)
 class Load(Call, op="load", fake=lambda call: torch.empty_like(call.q, dtype=torch.float32), tags=KERNEL_TAGS):
-    """Decode codes to float32, at the scale they were stored with."""
+    """Decode codes to float32, with the scale still on."""
 
     q: Node
     table: Node
@@ -85,7 +86,7 @@ class StoreBlocks(Call, op="store_blocks", fake=lambda call: codes_like(call.x, 
 
 @dataclass(frozen=True)
 class LoadBlocks(Call, op="load_blocks", fake=lambda call: call.q.new_empty(call.elements, dtype=call.dtype)):
-    """Decode the first ``elements`` of blocks."""
+    """Decode the first ``elements`` from blocks."""
 
     q: Node
     whole: Node | None

@@ -1,6 +1,6 @@
-"""Kernels of GEMMs over codes, which lowering makes of ``gemm`` and ``transposed``, and of the casts beside them.
+"""Kernels of GEMMs over codes and of the casts beside them, to which lowering converts ``gemm`` and ``transposed``.
 
-``quantize_transpose`` (codes, transposed codes, counters), ``transpose_codes``, ``matmul_codes`` and
+They are ``quantize_transpose`` (codes, transposed codes, counters), ``transpose_codes``, ``matmul_codes`` and
 ``matmul_to_codes`` (codes, counters; its product is rounded to ``dtype`` before it is encoded).
 """
 
@@ -31,7 +31,7 @@ class QuantizeTranspose(Stored, op="quantize_transpose", fake=_quantize_transpos
 
     keep: bool
     row_major: bool
-    """Whether the codes themselves are wanted too."""
+    """Whether the untransposed codes are returned too."""
     stats: bool
 
 
@@ -54,7 +54,7 @@ def _matmul_to_codes(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class MatmulToCodes(Product, op="matmul_to_codes", fake=_matmul_to_codes, returns="(Tensor, Tensor)"):
-    """Multiply as `MatmulCodes`; return codes of the product, and counters."""
+    """Multiply as `MatmulCodes`; return the product's codes, and counters."""
 
     row: int
     format: str
@@ -69,22 +69,22 @@ MATMUL_CODES = MatmulCodes.target
 
 @dataclass(frozen=True)
 class GemmKernel:
-    """A kernel of `fxprec.runtime.gemm`, by what its machine code depends on."""
+    """A kernel of `fxprec.runtime.gemm`, identified by what its machine code depends on."""
 
     kind: Literal["gemm", "quantize+transpose", "transpose", "totals"]
     formats: tuple[str, ...] = ()
-    """Formats of a GEMM's operands, then of the codes it stores, if it stores any; a cast's format."""
+    """For a GEMM, the formats of its operands, then of the codes that it stores, if any; for a cast, its format."""
 
     @property
     def name(self) -> str:
-        """Return the name by which messages and ``Lowering.without`` know the kernel."""
+        """Return the kernel's name in messages and in ``Lowering.without``."""
         operands = " x ".join(self.formats[:2])
         out = f" to {self.formats[2]}" if len(self.formats) > 2 else ""
         return f"{self.kind} {operands}{out}".rstrip()
 
 
 def kernel_called(node: Node) -> GemmKernel | None:
-    """Return the kernel a node calls, if it calls one of these."""
+    """Return the kernel that a node calls, if it is one of this module's."""
     if node.target is TRANSPOSE_CODES:
         return GemmKernel("transpose")
     if node.target is Totals.target or node.target is GATHERED:
@@ -99,6 +99,6 @@ def kernel_called(node: Node) -> GemmKernel | None:
 
 
 def native_name(a: torch.Tensor, b: torch.Tensor) -> str:
-    """Return what messages, and `lower`, call torch's GEMM of 8-bit floats."""
+    """Return the name of torch's GEMM of 8-bit floats in messages and in `lower`."""
     names = (str(x.dtype).removeprefix("torch.") for x in (a, b))
     return f"torch._scaled_mm {' x '.join(names)}"

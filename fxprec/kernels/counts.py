@@ -1,16 +1,16 @@
-"""Counts of all casts of a graph, put together by one kernel.
+"""Counts of all casts of a graph, combined by one kernel.
 
 ``totals(lost, amax, moments, table, rows, sizes, elements, measured, scaled) -> (10 * sites,) float64``
-    Rows of `numerics.stats.Counts` of the sites whose ``rows`` of the table these are, from the counts of their parts,
-    which stand side by side: each has ``sizes`` of the last dimension. ``lost`` is int64, elements that overflow, that
-    underflow and that are not zero in 21 bits each; ``amax`` int32, the bits of the largest magnitude; ``moments``
-    float32, of each ``measured`` site the sums of squares, of logarithms and of their squares, returned in steps whose
-    table measures. ``scaled`` sites carry their own exponent too.
+    Rows of `numerics.stats.Counts`, one per site. ``rows`` are the sites' rows of the table. The inputs are the counts
+    of the sites' parts, side by side; a site has ``sizes`` entries of the last dimension. ``lost`` is int64, with 21
+    bits each for elements that overflow, that underflow and that are not zero. ``amax`` is int32, the bits of the
+    largest magnitude. ``moments`` is float32, for each ``measured`` site the sums of squares, of logarithms and of
+    their squares, returned in steps whose table says so. ``scaled`` sites carry their own exponent too.
 ``gathered(counters) -> (10 * sites,) float64``
     Rows of counts from the striped counters of kernels (`fxprec.numerics.stats`).
 ``ln(x) -> Tensor``
-    Natural logarithm of positive float32. A GPU takes its approximation, off by 2e-7 near 1 and by 2^-22 of the result
-    elsewhere: in a third of the instructions of one that is right to the last bit, and statistics need no more.
+    Natural logarithm of positive float32. A GPU uses its approximation, off by 2e-7 near 1 and by 2^-22 of the result
+    elsewhere. It takes a third of the instructions of an exact logarithm and is accurate enough for statistics.
 """
 
 from __future__ import annotations

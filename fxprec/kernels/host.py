@@ -1,15 +1,15 @@
-"""Operators that move what is saved for backward to host memory and back: the way ``offload`` of a peak budget.
+"""Operators that move saved tensors to host memory and back: the way ``offload`` of a peak budget.
 
 ``offload(x) -> host``
-    ``x`` in host memory, pinned where ``x`` is on a GPU; ``x`` lies densely, and the copy has its strides.
+    A copy of ``x`` in host memory, pinned if ``x`` is on a GPU. ``x`` is dense, and the copy has its strides.
 ``wait_offload(host, x) -> host``
-    What was moved, once its copy is done: ``x`` lives until then, and what runs behind may reuse its memory.
+    The copy, once it is complete. ``x`` lives until then; later kernels may reuse its memory.
 ``reload(host, table) -> x``
-    What was moved, on its way back to the device of the scale table.
+    A copy back on the device of the scale table; it is only begun.
 ``wait_reload(x) -> x``
-    What came back: what runs behind may read it.
+    The copy back, once it is complete; later kernels may read it.
 
-On a GPU the copies run on a stream of their own, and the waits are events between streams: nobody waits for the device.
+On a GPU the copies run on a separate stream, and the waits are events between streams: the host never waits.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def _alias(x: object) -> Any:
 
 @dataclass(frozen=True)
 class Offload(Call, op="offload", fake=lambda call: torch.empty_like(call.x, device="cpu")):
-    """Copy a tensor to host memory; on a GPU the copy is only begun."""
+    """Copy a tensor to host memory; on a GPU only begin the copy."""
 
     x: Node
 
 
 @dataclass(frozen=True)
 class WaitOffload(Call, op="wait_offload", fake=lambda call: _alias(call.host), returns="Tensor(a)"):
-    """Wait for the copy to the host; afterwards the tensor's memory may be used again."""
+    """Wait for the copy to the host; afterwards the tensor's memory may be reused."""
 
     host: Shown
     x: Node
@@ -44,7 +44,7 @@ class WaitOffload(Call, op="wait_offload", fake=lambda call: _alias(call.host), 
 
 @dataclass(frozen=True)
 class Reload(Call, op="reload", fake=lambda call: torch.empty_like(call.host, device=call.table.device)):
-    """Copy a tensor back to the device; on a GPU the copy is only begun."""
+    """Copy a tensor back to the device; on a GPU only begin the copy."""
 
     host: Node
     table: Node
@@ -61,4 +61,4 @@ OFFLOAD = Offload.target
 WAIT_OFFLOAD = WaitOffload.target
 RELOAD = Reload.target
 IN_PLACE_ORDER = frozenset({OFFLOAD, WAIT_OFFLOAD, RELOAD})
-"""Copies that begin, and waits that end, where the plan has them: the next kernel comes after them."""
+"""Copies and waits that must stay at their place in the plan: the next kernel comes after them."""

@@ -1,10 +1,10 @@
-"""Operators that lay tensors out as kernels want them.
+"""Operators that write tensors in the layout that kernels need.
 
 ``laid_out(x, dtype, channels_last) -> y``
-    On CPUs, a convolution's weights, or their gradient, in float32 or bfloat16 and as they are read next:
-    ``channels_last``, or contiguous.
+    On CPUs, a convolution's weights or their gradient, in float32 or bfloat16 and in the layout of the next reader:
+    channels-last if ``channels_last``, otherwise contiguous.
 ``side_by_side(pieces) -> x``
-    The pieces joined along the last dimension, each written by the kernel that makes it.
+    The pieces joined along the last dimension, each written in place by the kernel that computes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fxprec.ir.calls import Call, FakeCall, Tensors
 from fxprec.kernels.casts import KERNEL_TAGS
 
 LAID_OUT_DTYPES = frozenset({torch.float32, torch.bfloat16})
-"""What a compiled kernel converts between."""
+"""Dtypes between which a compiled kernel converts."""
 
 
 def _laid_out(call: FakeCall) -> torch.Tensor:

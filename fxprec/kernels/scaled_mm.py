@@ -1,12 +1,13 @@
 """Products of operands in blocks on tensor cores that scale: `torch.nn.functional.scaled_mm`.
 
 ``scaled_mm(a, b, scale_a, scale_b, whole_a, whole_b, bias, format, dtype) -> y``
-    Codes ``a`` (M, bytes) and ``b`` (N, bytes), each row along the summed dimension; their blocks' scales as
-    `fxprec.numerics.swizzle` lays them out, all uint8; float32 (1,) scales of the tensors, of formats that have one.
-    The result is (M, N) in ``dtype``, with ``bias`` (N,) added.
+    ``a`` (M, bytes) and ``b`` (N, bytes) are codes, each row along the summed dimension. ``scale_a`` and ``scale_b``
+    are the scales of their blocks in the layout of `fxprec.numerics.swizzle`; all are uint8. ``whole_a`` and
+    ``whole_b`` are float32 (1,) scales of the tensors, for formats that have one. The result is (M, N) in ``dtype``,
+    with ``bias`` (N,) added.
 
-Inductor refuses swizzled scales in its own lowering of ``aten::_scaled_mm_v2`` (torch 2.13), so the call is an operator
-of ours. On a CPU it is computed from the very arguments that torch would get (`fxprec.runtime.scaled_mm`).
+Inductor's lowering of ``aten::_scaled_mm_v2`` refuses swizzled scales (torch 2.13), so the call is an operator of
+fxprec's. On a CPU it is computed from the arguments that torch would get (`fxprec.runtime.scaled_mm`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class ScaledMm(Call, op="scaled_mm", fake=_product):
 
 
 def scaling_of(fmt: BlockFormat) -> Scaling | None:
-    """Return how torch multiplies a format, its blocks along the summed dimension; None where it does not."""
+    """Return how torch multiplies a format with blocks along the summed dimension; None if it cannot."""
     known: dict[object, Scaling] = {
         (E4M3FN, 32, "e8m0", False): MX,
         (E4M3FN, 32, "e8m0up", False): MX,

@@ -1,9 +1,9 @@
-"""The operator that steps one parameter inside of the backward half, for option ``optimizer``.
+"""The operator that steps one parameter inside the backward half, for option ``optimizer``.
 
 ``apply_update(parameter, gradient) -> (0,)``
-    The optimizer steps ``parameter`` and its state in place. No graph has the state, so nothing there reads it. Which
-    optimizer is found at run time: code in a cache knows none. The result is empty; while the joint graph is cut it
-    stands where the gradient stood.
+    Let the optimizer step ``parameter`` and its state in place. The state is in no graph, so no other node reads it.
+    The optimizer is looked up at run time, since code from a cache refers to none. The result is empty. While the joint
+    graph is partitioned, the result takes the gradient's place among the outputs.
 """
 
 from __future__ import annotations

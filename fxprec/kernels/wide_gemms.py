@@ -1,8 +1,8 @@
 """GEMMs of 16-bit tensors on a CPU without instructions for them: ATen's schemas, computed in float32 by blocks.
 
-``fxprec_wide::mm(Tensor self, Tensor mat2) -> Tensor`` is ``aten::mm`` of bfloat16 or float16 tensors. Each block of
-the operands is converted to float32 and multiplied there, and each result is rounded once. So operands and results lie
-in 16 bits, as on a CPU that has the instructions, and a float32 copy lives for one block.
+``fxprec_wide::mm(Tensor self, Tensor mat2) -> Tensor`` is ``aten::mm`` of bfloat16 or float16 tensors. It converts each
+block of the operands to float32, multiplies there, and rounds each result once. So operands and results stay in 16
+bits, as on a CPU that has the instructions, and a float32 copy exists for one block at a time.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ NAMESPACE = "fxprec_wide"
 BLOCK = 512
 """Rows and columns of a matrix that are converted at once: 1 MiB in float32.
 
-On AVX2 a product by blocks of 512 takes 12 % longer than float32 alone, of 256 it takes 21 % longer, and of 256 by 1024
-as long as of 512 in twice the memory (seven shapes of a transformer, one thread of a busy machine).
+On AVX2 a product by blocks of 512 takes 12 % longer than float32 alone, by blocks of 256 it takes 21 % longer. Blocks
+of 256 by 1024 take as long as 512 by 512, in twice the memory (seven shapes of a transformer, one thread of a busy
+machine).
 """
 ELEMENTS = 1 << 17
-"""Elements that attention and convolutions convert at once, of one operand, and at least a head or an image."""
+"""Elements of one operand that attention and convolutions convert at once; at least a head or an image."""
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
 def _declare(operator: Any) -> Any:
-    """Define the operator of the same name and schema; return it."""
+    """Define an operator of the same name and schema; return it."""
     name = operator._schema.name.removeprefix("aten::")
     _library.define(str(operator._schema).removeprefix("aten::"))
     torch.library.register_fake(f"{NAMESPACE}::{name}", _FAKES.get(operator, partial(_as_in_aten, operator)))
@@ -44,9 +45,9 @@ def _as_in_aten(operator: OpOverload, *args: object, **options: object) -> Any:
 
 
 def convolution_layout(x: Tensor, weight: Tensor) -> torch.memory_format:
-    """Return how the results of a convolution lie: channels last where its input or its weight does.
+    """Return the layout of a convolution's result: channels-last if its input or its weight is.
 
-    ATen's own answer depends on the processor.
+    ATen's own choice depends on the processor.
     """
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if last is not None and any(t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in (x, weight)):
@@ -62,7 +63,7 @@ def _convolution(x: Tensor, weight: Tensor, *options: object) -> Tensor:
 def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor | None, ...]:
     layout, mask = convolution_layout(x, weight), options[-1]
     of_x = torch.empty_like(x, memory_format=layout) if mask[0] else None
-    # A weight that lends its shape alone may have another dtype (casts/two_gradients.py).
+    # A weight that is passed for its shape alone may have another dtype (casts/two_gradients.py).
     of_weight = torch.empty_like(weight, dtype=gradient.dtype, memory_format=layout) if mask[1] else None
     return of_x, of_weight, gradient.new_empty(gradient.shape[1]) if mask[2] else None
 
@@ -76,4 +77,4 @@ _FAKES: Mapping[Any, Callable[..., Any]] = {
 WIDE: Mapping[Any, Any] = MappingProxyType(
     {operator: _declare(operator) for operator, spec in TABLE.items() if Trait.WIDE in spec.traits}
 )
-"""ATen's operator -> the one of ours that computes it in float32."""
+"""ATen's operator -> fxprec's operator that computes it in float32."""

@@ -28,7 +28,7 @@ _LARGEST_BLOCK = 4096
 
 @dataclass(frozen=True, slots=True)
 class Integer:
-    """Integers 0 to 2^bits - 1, mapped to numbers by a block's scale and offset. Raises `FormatError` for other bits."""
+    """Integers 0 to 2^bits - 1, which a block's scale and offset place. Raises `FormatError` for other bits."""
 
     bits: int
     """1, 2, 4 or 8."""

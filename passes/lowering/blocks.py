@@ -36,7 +36,7 @@ class BlockCall:
 
     @classmethod
     def of(cls, node: Node) -> BlockCall | None:
-        """Return what the node casts; None of other kernels."""
+        """Return the cast that the node computes; None for nodes that call other kernels."""
         found = node.meta.get(_CAST)
         return found if isinstance(found, cls) else None
 
@@ -47,14 +47,14 @@ _CAST = "fxprec_block_call"
 def lower_blocks(
     gm: GraphModule, lowering: str, device_type: str, calls: KernelCalls, without: Collection[str] = ()
 ) -> None:
-    """Replace casts to block formats: by Triton's kernels, a CPU's, or on a GPU by what Inductor generates.
+    """Replace casts to block formats: by Triton kernels, by CPU kernels, or on a GPU by operators for Inductor.
 
-    ``without`` names generated kernels not to use.
+    ``without`` names generated kernels that must not be used.
     """
     graph = gm.graph
     for node, turn in Rotate.among(Rotate.nodes(graph)):
         _expand(graph, node, partial(hadamard.rotated, size=turn.size), turn.x, turn.seed)
-    # Inductor takes a minute to make C++ of this: a CPU runs the reference.
+    # Inductor takes a minute to generate C++ for this, so a CPU runs the reference.
     corrections = () if device_type == "cpu" else CorrectScales.among(CorrectScales.nodes(graph))
     for node, scales in corrections:
         fixed = partial(eden.corrected, row=scales.row, format=scales.format, size=scales.size)
@@ -90,7 +90,7 @@ def _put(graph: Graph, node: Node, new: Node) -> None:
     graph.erase_node(node)
 
 
-# What Inductor fuses.
+# Operators that Inductor fuses.
 
 
 def _expand(graph: Graph, node: Node, function: Callable[..., object], *tensors: Node | None) -> None:
@@ -99,7 +99,7 @@ def _expand(graph: Graph, node: Node, function: Callable[..., object], *tensors:
 
 
 def traced_in(graph: Graph, function: Callable[..., object], *tensors: Node | None) -> Any:
-    """Trace a function of ``tensors``, whose shapes are known, and copy it in; return its results."""
+    """Trace a function of ``tensors``, whose shapes are known, copy it into the graph, and return its results."""
     inputs = [n for n in tensors if n is not None]
     vals = [tensor_of(n) for n in inputs]
     with compat.FakeTensorMode():
@@ -169,7 +169,7 @@ def _launch(
 
 
 def _contiguous(graph: Graph, x: Node) -> Node:
-    """Return ``x`` as it lies in row-major order."""
+    """Return ``x`` contiguous."""
     val = tensor_of(x)
     if val.is_contiguous():
         return x

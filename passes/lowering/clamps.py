@@ -1,7 +1,7 @@
-"""Write ReLUs and clamps as comparisons, where Inductor's minima and maxima keep NaN in the instruction itself.
+"""Write ReLUs and clamps as comparisons where Inductor's minimum and maximum are instructions that keep NaN.
 
-Beside transposed stores of bytes some GPUs get such an instruction wrong (triton issue 11111), and Inductor fuses what
-bounds a value with the cast that stores it.
+Beside transposed stores of bytes some GPUs compute such an instruction wrongly (triton issue 11111), and Inductor fuses
+the bound of a value with the cast that stores it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def compare_to_clamp(graph: Graph) -> None:
-    """Replace each ReLU and one-sided clamp of a lowered graph: the bound where a value is beyond it; NaN stays."""
+    """Replace each ReLU and one-sided clamp of a lowered graph by a comparison and a ``where``; NaN stays NaN."""
     for operator, compared in _COMPARED.items():
         for node in graph.find_nodes(op="call_function", target=operator):
             bound = () if operator is aten.relu.default else (argument(node, 1),)

@@ -14,9 +14,9 @@ aten = torch.ops.aten
 
 
 def share_conversions(graph: Graph) -> None:
-    """Convert a value to a dtype once: the copy that is kept for backward is the one that forward's GEMM multiplies.
+    """Convert a value to a dtype once, so that forward's GEMM multiplies the copy that is saved for backward.
 
-    For a graph without symbolic ops.
+    The graph must have no symbolic operators left.
     """
     made: dict[tuple[object, ...], Node] = {}
     for node in graph.find_nodes(op="call_function", target=CONVERT):
@@ -27,9 +27,9 @@ def share_conversions(graph: Graph) -> None:
 
 
 def show_bytes_in_memory(gm: GraphModule) -> None:
-    """Transpose the bytes of codes, and show them as floats behind that, when they are in memory.
+    """Transpose codes as bytes, and view them as floats only afterwards, when the bytes are in memory.
 
-    Inductor copies bytes that are not there yet once for each GEMM or kernel that reads them under another dtype.
+    Inductor copies bytes that are not in memory yet, once for each GEMM or kernel that reads them in another dtype.
     """
     for copy, transposed in TransposeCodes.among(TransposeCodes.nodes(gm.graph)):
         shown = transposed.q
@@ -53,9 +53,9 @@ def _transpose_bytes(graph: Graph, copy: Node, codes: Node, shown: Node) -> None
 
 
 def widen_products(gm: GraphModule) -> None:
-    """Let a GEMM on a GPU write float32 where its 16-bit result would only be widened and leave: a weight's gradient.
+    """Let a GEMM on a GPU write float32 if its 16-bit result would only be widened and returned: a weight gradient.
 
-    Its sums are float32 anyway; what is saved is a pass over them, and what is spared is a rounding.
+    The GEMM's sums are float32 anyway. This saves a pass over memory and a rounding.
     """
     for wide in gm.graph.find_nodes(op="call_function", target=CONVERT):
         product = input_at(wide, 0)
@@ -65,7 +65,7 @@ def widen_products(gm: GraphModule) -> None:
 
 
 def _widen(graph: Graph, product: Node, wide: Node) -> None:
-    if product.target is aten._scaled_mm.default and argument(product, _BIAS) is None:  # it adds no bias to float32
+    if product.target is aten._scaled_mm.default and argument(product, _BIAS) is None:  # no bias to float32
         product.update_arg(_OUT_DTYPE, torch.float32)
     elif product.target is aten.mm.default and _WIDE_MM is not None and tensor_of(product).dtype != torch.float32:
         product.target = _WIDE_MM
@@ -77,5 +77,5 @@ def _widen(graph: Graph, product: Node, wide: Node) -> None:
     graph.erase_node(wide)
 
 
-_BIAS, _OUT_DTYPE = 4, 6  # of aten._scaled_mm's arguments
-_WIDE_MM = getattr(aten.mm, "dtype", None)  # CUDA's only
+_BIAS, _OUT_DTYPE = 4, 6  # positions among the arguments of aten._scaled_mm
+_WIDE_MM = getattr(aten.mm, "dtype", None)  # exists for CUDA only

@@ -1,9 +1,9 @@
-"""Lower symbolic operators to calls of three compiled CPU kernels, where counts are taken as values are rounded.
+"""Lower symbolic operators to calls of compiled CPU kernels, which count statistics while they round values.
 
-Expanding these for Inductor's C++ backend was tried first: on AVX2 ResNet-18 (width 32, batch 16, packed) compiled
-2.6x and ran 1.5x slower than float32, since every statistic becomes a loop of its own and every cast 20 nodes. One
-call that rounds, packs and counts in one pass over memory adds no nodes and little traffic. Casts without statistics
-of their own are operators of Inductor's loops (`inline`, `in_loops`).
+Expanding these operators for Inductor's C++ backend was tried first. On AVX2 ResNet-18 (width 32, batch 16, packed)
+then took 2.6x as long to compile and ran 1.5x slower than float32, since every statistic became a loop and every cast
+20 nodes. One call that rounds, packs and counts in one pass over memory adds no nodes and little traffic. Casts whose
+statistics are not counted here are operators of Inductor's loops (`inline`, `in_loops`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fxprec.passes.lowering.reuse import is_ours_alone
 def call_kernels(
     gm: GraphModule, watched: Collection[int], inlined: Collection[Node] = ()
 ) -> tuple[tuple[int, ...], list[Node]]:
-    """Replace symbolic ops; return the watched rows met and the nodes of their statistics, in one order.
+    """Replace symbolic operators; return the watched rows found and the nodes of their statistics, in one order.
 
     ``inlined`` are casts to leave.
     """
@@ -41,7 +41,7 @@ def call_kernels(
 
 
 def _store(graph: Graph, q: Node, cast: Quantize) -> Node:
-    """Replace ``q`` and the dequantizes that read it as stored; return the node of the statistics."""
+    """Replace ``q`` and the dequantizes that read it with its scale on; return the node of the statistics."""
     readers = [(x, read) for x, read in Dequantize.among(q.users) if read.is_as_stored]
     guards = _guards(cast, [x for x, _ in readers])
     keep = bool(guards)
@@ -73,7 +73,7 @@ def _store(graph: Graph, q: Node, cast: Quantize) -> Node:
 
 
 def _guards(cast: Quantize, readers: Sequence[Node]) -> list[tuple[Node, KeepNonfinite]]:
-    """Return the ``keep_nonfinite`` nodes of a cast's readers, if these have no other users: the kernel does it."""
+    """Return the ``keep_nonfinite`` nodes of a cast's readers if these have no other users; the kernel does it."""
     users = [u for r in readers for u in r.users]
     guards = list(KeepNonfinite.among(users))
     return guards if len(guards) == len(users) and all(kept.x is cast.x for _, kept in guards) else []
@@ -87,9 +87,9 @@ def _load(graph: Graph, x: Node, read: Dequantize) -> None:
 
 
 def _replace(graph: Graph, x: Node, dtype: torch.dtype, values: Node) -> None:
-    """Put float32 ``values`` in the place of dequantize ``x``, which may want another dtype."""
+    """Replace dequantize ``x`` by float32 ``values``, converted to the dtype of ``x``."""
     with graph.inserting_before(x):
         new = values if dtype == torch.float32 else graph.call_function(CONVERT, (values, dtype))
-    new.meta.setdefault("val", x.meta["val"])  # what scales it is expanded after this
+    new.meta.setdefault("val", x.meta["val"])  # the operator that takes its scale off is expanded after this
     x.replace_all_uses_with(new)
     graph.erase_node(x)

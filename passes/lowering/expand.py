@@ -1,7 +1,7 @@
-"""Lowering ``inductor``: symbolic ops become a few decomposed ATen ops that Inductor fuses.
+"""Lowering ``inductor``: symbolic operators become a few decomposed ATen operators that Inductor fuses.
 
-Each expansion is a Python function over tensors, traced once per format with ``make_fx`` and copied in for every
-site: pointwise ops know no shapes, so one trace serves all.
+Each expansion is a Python function over tensors. ``make_fx`` traces it once per format, and the trace is copied into
+the graph for every site: pointwise operators do not depend on shapes.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def expand(
     measured: frozenset[int] = frozenset(),
     without: Collection[object] = (),
 ) -> None:
-    """Replace every symbolic node of ``gm`` that has an expansion, but for the operators and nodes ``without``.
+    """Replace every symbolic node of ``gm`` that has an expansion, except operators and nodes in ``without``.
 
-    ``scaled`` are the rows whose scale exponent may differ from 0, ``measured`` those whose moments count.
+    ``scaled`` are rows whose scale exponent may differ from 0, ``measured`` rows whose moments are counted.
     """
     device = _device(gm.graph)
     rows = Rows(scaled, measured)
@@ -67,7 +67,7 @@ def expand(
 
 
 def _device(graph: Graph) -> torch.device:
-    """Return the device of what comes in; nodes inlined before have none that counts."""
+    """Return the device of the graph's inputs; nodes that were inlined have values on a CPU."""
     values = (n.meta.get("val") for n in graph.find_nodes(op="placeholder"))
     devices = [v.device for v in values if isinstance(v, torch.Tensor)]
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
@@ -136,7 +136,7 @@ _RECIPES: dict[object, Callable[[Node, Rows], _Recipe]] = {
 
 
 def _tensors(node: Node) -> tuple[Node, ...]:
-    """Return what a symbolic node reads beside the table."""
+    """Return the tensors that a symbolic node reads, without the table."""
     call = call_of(node)
     return tuple(getattr(call, name) for name in call.tensors())
 
@@ -146,7 +146,7 @@ def _dtype(node: Node) -> torch.dtype:
 
 
 def _column(graph: Graph, node: Node, column: int) -> Node:
-    """Read a column of the row of the table that a symbolic node names."""
+    """Read a column of the table's row that a symbolic node names."""
     call: Any = call_of(node)  # with a table and a row
     return column_of(graph, call.table, call.row, column)
 
@@ -157,14 +157,14 @@ def column_of(graph: Graph, table: Node, row: int, column: int) -> Node:
 
 
 def inline(graph: Graph, template: GraphModule, args: tuple[Any, ...], device: torch.device) -> Node:
-    """Copy a template in, with the constants it makes on ``device``: one on a CPU keeps CUDA graphs away."""
+    """Copy a template into the graph, with its constants on ``device``: one on a CPU would prevent CUDA graphs."""
     result = copied_in(graph, template, args, device)
     assert isinstance(result, Node)
     return result
 
 
 def copied_in(graph: Graph, template: GraphModule, args: tuple[Any, ...], device: torch.device) -> Any:
-    """Copy a template of any results in, and return its results."""
+    """Copy a template with any results into the graph, and return its results."""
     placeholders = template.graph.find_nodes(op="placeholder")
     mapping: dict[Node, Node] = dict(zip(placeholders, args, strict=True))
     result = graph.graph_copy(template.graph, mapping)
@@ -186,13 +186,13 @@ def counted_parts(
 
 
 def is_short(x: Node, dims: tuple[int, ...]) -> bool:
-    """Say whether parts that reducing ``dims`` leaves are short whatever runs: dynamic sizes may grow."""
+    """Return whether the parts that reducing ``dims`` leaves are short at every run: dynamic sizes may grow."""
     sizes = [tensor_of(x).shape[d] for d in dims]
     return all(isinstance(size, int) for size in sizes) and math.prod(sizes) < stats.SHORT
 
 
 def insert(graph: Graph, function: Callable[..., torch.Tensor], x: Node, *static: object) -> Node:
-    """Insert ``function(x, (), *static)``, decomposed as Inductor wants it, at the graph's insertion point."""
+    """Insert ``function(x, (), *static)``, decomposed as Inductor needs it, at the graph's insertion point."""
     return inline(graph, _traced(function, (_dtype(x),), static, 0), (x,), _device(graph))
 
 
@@ -216,7 +216,7 @@ _Columns = tuple[torch.Tensor, ...]
 
 
 def _power(exponent: torch.Tensor) -> torch.Tensor:
-    """Return ``2.0**exponent``, written as a float's bits."""
+    """Return ``2.0**exponent`` by writing the bits of a float32."""
     return ((exponent + 127) << 23).view(torch.float32)
 
 
@@ -241,17 +241,17 @@ def _quantize(x: torch.Tensor, columns: _Columns, fmt: str, storage: str, scaled
         return _saturated(x, form.largest).to(dtype)
     if form.bits > 8:
         return x.to(dtype)
-    return codec.encode_bits(x, form).view(dtype)  # what an 8-bit cast overflows to depends on torch and the device
+    return codec.encode_bits(x, form).view(dtype)  # an 8-bit cast's overflow depends on torch and the device
 
 
 def _saturated(x: torch.Tensor, largest: float) -> torch.Tensor:
-    """Clamp and keep NaN. Minima and maxima beside stores of bytes go wrong on some GPUs (triton issue 11111)."""
+    """Clamp, but keep NaN. Minima and maxima beside stores of bytes fail on some GPUs (triton issue 11111)."""
     return torch.where(x > largest, largest, torch.where(x < -largest, -largest, x))
 
 
 def _dequantize(q: torch.Tensor, columns: _Columns, fmt: str, dtype: torch.dtype, scaled: bool) -> torch.Tensor:
     if q.dtype == dtype and not scaled:
-        return q  # by way of float32 it would be a kernel that copies
+        return q  # a conversion through float32 would be a kernel that copies
     x = q.to(torch.float32) if q.dtype.is_floating_point else codec.decode_bits(q, parse(fmt))
     return _scale(x, columns, scaled, sign=-1).to(dtype)
 
@@ -263,7 +263,7 @@ def _keep_nonfinite(rounded: torch.Tensor, x: torch.Tensor, columns: _Columns) -
     return torch.where((wide.view(torch.int32) & MAGNITUDE) < INFINITY, rounded, x.to(rounded.dtype))
 
 
-# Codes of inf and of NaN. Written out, since casts of inf saturate on some devices.
+# Codes of inf and of NaN. They are written explicitly, since casts of inf saturate on some devices.
 KEPT_CODES = {torch.float8_e5m2: formats.E5M2, torch.float8_e4m3fn: formats.E4M3FN}
 
 
@@ -294,7 +294,7 @@ def _counts(
     lost = stats.count(wide, stored, row, dims)
     moments = stats.count_moments(stored, dims) if measured else []
     carried = columns[1].to(torch.float64)
-    zero = carried * 0.0  # on the graph's device, which a constant made here is not
+    zero = carried * 0.0  # on the graph's device; a constant made here would be on a CPU
     unmeasured = torch.stack([zero + value for value in stats.UNMEASURED])
     totals = stats.total(lost + moments)
     if measured:
@@ -318,14 +318,15 @@ def _parts(
     return stats.count_parts(wide, _scale(wide, columns, scaled), row, dims, measured, short, Ln.target)
 
 
-_ROW = 256  # elements; 32 bytes of partial counts a row are then a small share of it
+_ROW = 256  # elements; the 32 bytes of partial counts per row are then a small share
 
 
 def _row_dims(x: torch.Tensor) -> tuple[int, ...]:
-    """Return the last dimensions that make up a row, which one program counts where the value is made; () for all.
+    """Return the last dimensions that form a row, which one program counts while it computes the values; () for all.
 
-    Inductor cuts a reduction of everything into parts of its own, which fit into no kernel that computes the values:
-    these are then written out and read again. A sum over rows fits into all that go over a tensor in its order.
+    Inductor splits a reduction of all elements into parts that do not fuse with a kernel that computes the values, so
+    the values would be written and read again. A sum over rows fuses with every kernel that walks a tensor in its
+    order.
     """
     if not x.is_contiguous():
         return ()
@@ -340,5 +341,5 @@ def _gathered(counters: torch.Tensor, columns: _Columns) -> torch.Tensor:
 
 
 MOST_DIMS = 5
-# Shapes; what is not here is pointwise.
+# Shapes of the traced examples; functions without an entry are pointwise.
 _EXAMPLES = {_gathered: (2 * stats.SITE_COUNTERS,), _counts: (2,) * MOST_DIMS, _parts: (2,) * MOST_DIMS}

@@ -1,4 +1,4 @@
-"""Merge casts beside GEMMs into kernels: codes with their transpose, and a product stored as codes."""
+"""Merge casts beside GEMMs into kernels: codes with their transpose, and a product that is stored as codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxprec.passes.lowering.stats import Counters
 
 aten = torch.ops.aten
 _HALVES = (torch.bfloat16, torch.float16)
-# What is in memory before its quantize, beside inputs: results of library calls and of other kernels of ours.
+# Nodes whose result is in memory before its quantize, beside inputs: library calls and fxprec's other kernels.
 _MATERIAL = ops.GEMMS | ops.GEMMS_BACKWARD | {GEMM, MATMUL_CODES, aten._scaled_mm.default}
 
 
@@ -30,16 +30,17 @@ def call(graph: Graph, target: Any, *args: Any) -> Node:
 
 
 def substitute(graph: Graph, node: Node, new: Node) -> None:
-    """Put ``new`` in the place of a node; it takes over the node's fake value."""
+    """Replace a node by ``new``, which takes over the node's fake value."""
     new.meta.setdefault("val", node.meta.get("val"))
     node.replace_all_uses_with(new)
     graph.erase_node(node)
 
 
 def copy_with_codes(graph: Graph, copy: Node, counters: Counters, without: Collection[str]) -> bool:
-    """Make codes and their transpose in one kernel, where what is rounded is in memory anyway; say whether.
+    """Compute codes and their transpose in one kernel, if the tensor to round is in memory; return whether it is.
 
-    Elsewhere the codes come out of the kernel that computes the values, and one byte an element is read back.
+    Otherwise the kernel that computes the values also writes the codes, and the codes, a byte per element, are read
+    again.
     """
     code = Transposed.of(copy).q
     chain = [copy, code]
@@ -76,7 +77,7 @@ def _counters(q: Node) -> torch.Tensor:
 
 
 def _put(graph: Graph, old: Node, new: Node) -> None:
-    """Put ``new`` in the place of ``old``, in its dtype."""
+    """Replace ``old`` by ``new``, viewed in the dtype of ``old``."""
     if old.meta["val"].dtype != new.meta["val"].dtype:
         with graph.inserting_before(old):
             new = call(graph, aten.view.dtype, new, old.meta["val"].dtype)
@@ -84,15 +85,15 @@ def _put(graph: Graph, old: Node, new: Node) -> None:
 
 
 def _is_guarded(q: Node) -> bool:
-    """Say whether all that is decoded of ``q`` gets its inf and NaN back, which codes that kept them do not change."""
+    """Return whether every reader that decodes ``q`` gets its inf and NaN back; codes that keep them change nothing."""
     readers = Dequantize.nodes_among(q.users)
     return len(readers) == len(q.users) and all(KeepNonfinite.match(guard) for x in readers for guard in x.users)
 
 
 def codes_of_product(graph: Graph, node: Node, counters: Counters, without: Collection[str]) -> bool:
-    """Let a generated GEMM store its product as codes and count, where nothing else reads it; say whether.
+    """Let a generated GEMM store its product as codes and count, if nothing else reads the product; return whether.
 
-    It measures no moments: they would spill the large tiles' registers.
+    The GEMM measures no moments, which would spill the registers of large tiles.
     """
     users = _readers(node)
     cast = Quantize.match(users[0]) if len(users) == 1 else None
@@ -114,7 +115,7 @@ def codes_of_product(graph: Graph, node: Node, counters: Counters, without: Coll
 
 
 def _readers(node: Node) -> list[Node]:
-    """Return what reads a product, seen through its widening to float32."""
+    """Return the readers of a product, or of its conversion to float32."""
     users: list[Node] = []
     for user in node.users:
         users += list(user.users) if _is_widened(user) else [user]
@@ -129,7 +130,7 @@ def _is_widened(x: Node) -> bool:
 
 
 def _before_widening(graph: Graph, x: Node, q: Node) -> Node:
-    """Return the 16-bit value that ``x`` shows widened, shown so itself; otherwise ``x``."""
+    """Return the 16-bit value that ``x`` widens, with the same views; if there is none, ``x``."""
     source, views = shown(x, lambda node: node.target in PURE_VIEWS)
     if not _is_widened(source):
         return x

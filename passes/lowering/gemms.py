@@ -1,4 +1,4 @@
-"""Lower the symbolic GEMM ops: to Triton kernels on a GPU (and in Triton's interpreter), elsewhere to ATen."""
+"""Lower the symbolic GEMMs: to Triton kernels on a GPU (and in Triton's interpreter), elsewhere to ATen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def runs_triton(device_type: str) -> bool:
-    """Say whether Triton kernels run on tensors of this device here."""
+    """Return whether Triton kernels can run on tensors of this device in this process."""
     if device_type == "cuda":
         return True
     return importlib.util.find_spec("triton") is not None and compat.triton_interprets()
@@ -36,8 +36,8 @@ def lower_gemms(
 ) -> None:
     """Replace ``gemm``, ``transposed`` and the casts that their kernels take over.
 
-    ``scaled`` are the rows whose scale exponent may differ from 0; ``counters`` learns for which rows the kernels
-    count; ``without`` names kernels that do not compile (`gemms.GemmKernel.name`). Runs before the casts are expanded.
+    ``scaled`` are the rows whose scale exponent may differ from 0. ``counters`` is given the rows for which the kernels
+    count. ``without`` names kernels that do not compile (`gemms.GemmKernel.name`). Runs before the casts are expanded.
     """
     graph, triton = gm.graph, runs_triton(device_type)
     copies, products = Transposed.nodes(graph), CodedGemm.nodes(graph)
@@ -61,7 +61,7 @@ def lower_gemms(
 
 
 class _Scales:
-    """``2**-exponent`` of rows as float32, by one small kernel a graph. Each GEMM gets a view of its result."""
+    """``2**-exponent`` of all rows as float32, from one small kernel per graph. Each GEMM gets a view of its result."""
 
     def __init__(self, graph: Graph, scaled: frozenset[int]) -> None:
         self.graph, self.scaled = graph, scaled
@@ -69,7 +69,7 @@ class _Scales:
         self.ones: list[Node] = []
 
     def of(self, table: Node, row: int, before: Node) -> Node:
-        if row not in self.scaled:  # AS_STORED is not
+        if row not in self.scaled:  # AS_STORED is not in it
             if not self.ones:
                 options = {"dtype": torch.float32, "device": table.meta["val"].device}
                 with self.graph.inserting_before(_first(self.graph)):
@@ -83,7 +83,7 @@ class _Scales:
 
 
 def _inverse_scales(table: torch.Tensor, _: object) -> torch.Tensor:
-    """Return ``2.0**-exponent`` of every row, written as a float's bits."""
+    """Return ``2.0**-exponent`` for every row by writing the bits of a float32."""
     return ((127 - table[:, 0]) << 23).view(torch.float32)
 
 
@@ -118,7 +118,7 @@ def _native(graph: Graph, node: Node, gemm: CodedGemm, scales: _Scales) -> None:
 
 
 def _decoded(graph: Graph, node: Node, gemm: CodedGemm) -> None:
-    """Decode, then multiply in float32, as without this GEMM."""
+    """Decode both operands, then multiply them in float32, as without a GEMM over codes."""
     with graph.inserting_before(node):
         wide = []
         for q, row, fmt in ((gemm.a, gemm.row_a, gemm.format_a), (gemm.b, gemm.row_b, gemm.format_b)):

@@ -1,7 +1,7 @@
 """Keep 8-bit casts in Inductor's loops on a CPU as one operator each, whose C++ is printed from the codec.
 
-An expansion has two dozen operators. Each cast would take every stage of Inductor two dozen times, and Inductor would
-write a decoded value to memory, as too expensive to compute where it is read.
+An expansion has two dozen operators. Each stage of Inductor would then take two dozen times as long per cast. Inductor
+would also write a decoded value to memory, since it would count as too expensive to recompute where it is read.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from fxprec.passes.lowering.scales_beside import ScalesBeside
 
 
 def casts_in_loops(graph: Graph, casts: Collection[Node], scaled: Collection[int]) -> frozenset[Node]:
-    """Return those of the casts that stay as they are for Inductor, which is told how.
+    """Return the casts that stay in the graph as one operator, and register their lowerings with Inductor.
 
-    Where their rows are ``scaled``, an operator beside the cast multiplies.
+    If a cast's row is ``scaled``, an operator beside the cast multiplies by the scale.
     """
     lower_casts()
     scales = ScalesBeside(graph)
@@ -33,7 +33,7 @@ def casts_in_loops(graph: Graph, casts: Collection[Node], scaled: Collection[int
 
 
 def lower_casts() -> None:
-    """Give Inductor a lowering of both casts."""
+    """Register Inductor's lowerings of both casts."""
     compat.lower_pointwise(Quantize.target, _stored, _encode)
     compat.lower_pointwise(Dequantize.target, _read, _decode)
 

@@ -1,6 +1,6 @@
 """Make casts part of Inductor's loops on a CPU: encode where the value is computed, decode where it is read.
 
-Most casts store only what backward reads. Such a cast has no other reader, and needs no kernel of its own. Its losses
+Most casts store only what backward reads. Such a cast has no other reader and needs no kernel of its own. Its losses
 are counted from the codes, which are results of the forward half (`fxprec.numerics.stats`).
 """
 
@@ -17,7 +17,7 @@ from fxprec.passes.analysis.joint import results_of, tensor_of
 from fxprec.passes.lowering.lowered import CodedResult
 from fxprec.passes.lowering.rows import WatchedRows
 
-# Of what casts are stored in, the dtypes that Inductor's C++ has vectors of; one other makes a whole loop scalar.
+# Dtypes of stored tensors that Inductor's C++ can vectorise. Any other dtype makes a whole loop scalar.
 _VECTORIZED = frozenset(
     {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32}
 )
@@ -37,7 +37,7 @@ class Inlined:
 
 
 def inlined_casts(graph: Graph, watched: Collection[int], rows: WatchedRows) -> Inlined:
-    """Find the casts to inline; a watched one must leave its codes to be counted."""
+    """Return the casts to inline; the codes of a watched cast must be results of the graph, to be counted."""
     if not rows.inlines:
         return Inlined()
     inputs = graph.find_nodes(op="placeholder")
@@ -62,5 +62,5 @@ def inlined_casts(graph: Graph, watched: Collection[int], rows: WatchedRows) -> 
 
 
 def _is_stored_elsewhere(q: Node, nodes: Collection[Node]) -> bool:
-    """Say whether no kernel makes ``q`` here: one would hand out the values with the codes."""
+    """Return whether no kernel makes ``q`` in this graph: a kernel would return the values with the codes."""
     return q.target is not Quantize.target or q in nodes

@@ -1,7 +1,7 @@
-"""Store what convolutions read and write channels-last, as Inductor's CPU convolutions want it.
+"""Store tensors beside convolutions channels-last, the layout that Inductor's CPU convolutions require.
 
-A kernel call fixes the layout of its result before the convolution that reads it has asked for one. Without this,
-ResNet-18 (batch 32) copied every activation and gradient once more, and compiled 12 kernels for that alone.
+A kernel call fixes the layout of its result before the convolution that reads it has required one. Without this module
+ResNet-18 (batch 32) copied every activation and gradient once more, and compiled 12 kernels for these copies.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fxprec.passes.analysis.joint import input_at, made_by, tensor_of, value
 aten = torch.ops.aten
 _BACKWARD = aten.convolution_backward.default
 _AS_STRIDED = aten.as_strided.default
-_WEIGHT = 2  # position among the arguments
+_WEIGHT = 2  # its position among the arguments
 _CONVOLUTIONS = frozenset({aten.convolution.default, _BACKWARD})
 
 
 def prefer_channels_last(graph: Graph, inlined: Collection[Node] = ()) -> None:
-    """Make the input of every ``quantize`` beside a 2-D convolution channels-last. A no-op where it is already.
+    """Make the input of every ``quantize`` beside a 2-D convolution channels-last; nothing happens if it already is.
 
-    Casts that are ``inlined`` take the layout of the loop they become part of.
+    Casts in ``inlined`` take the layout of the loop that they become part of.
     """
     forced: dict[Node, Node] = {}
     for q, cast in Quantize.among(n for n in Quantize.nodes(graph) if n not in inlined):
@@ -45,10 +45,10 @@ def prefer_channels_last(graph: Graph, inlined: Collection[Node] = ()) -> None:
 
 
 def share_channels_last(graph: Graph) -> None:
-    """Let convolutions that read a value beside a ``convolution_backward`` read it channels-last, from one buffer.
+    """Let convolutions read a value channels-last from one buffer, if a ``convolution_backward`` reads the value too.
 
-    Of such a value, one that is computed again in backward say, Inductor makes a copy in the strides that the graph
-    says, contiguous ones, and copies that once more for each convolution.
+    Otherwise Inductor writes such a value, for instance one recomputed in backward, with the strides in the graph
+    (contiguous), and copies it once more for each convolution.
     """
     for node in list(graph.nodes):
         readers = [user for user in node.users if user.target in _CONVOLUTIONS]
@@ -67,9 +67,9 @@ def share_channels_last(graph: Graph) -> None:
 
 
 def show_shapes_alike(graph: Graph) -> None:
-    """Show a parameter that gives a ``convolution_backward`` its shape in the dtype of the others.
+    """Give a parameter of which a ``convolution_backward`` needs only the shape the dtype of the other arguments.
 
-    Inductor converts what a kernel reads to one dtype: that of the widest.
+    Inductor converts all inputs of a kernel to the widest dtype among them.
     """
     for node in graph.find_nodes(op="call_function", target=_BACKWARD):
         shown, dtype = input_at(node, _WEIGHT), tensor_of(input_at(node, 0)).dtype
@@ -91,12 +91,12 @@ def _is_convolved(x: Node, q: Node) -> bool:
 
 
 def _guards(q: Node) -> list[tuple[Node, KeepNonfinite]]:
-    """Return the ``keep_nonfinite`` nodes of what is read back from ``q``."""
+    """Return the ``keep_nonfinite`` nodes of the tensors that are decoded from ``q``."""
     return [guard for x, _ in Dequantize.among(q.users) for guard in KeepNonfinite.among(x.users)]
 
 
 def _channels_last(val: torch.Tensor) -> list[int] | None:
-    """Return the strides, or None where there is nothing to force: not 4-D, or not known before the run."""
+    """Return the channels-last strides; None if the tensor is not 4-D, or has unknown sizes."""
     if val.ndim != 4 or not all(isinstance(size, int) for size in val.shape[1:]):
         return None
     return compat.channels_last_strides(val.shape)

@@ -1,4 +1,4 @@
-"""Lower the symbolic operators of a partitioned graph, in the steps that its device and lowering take."""
+"""Lower the symbolic operators of a partitioned graph, by the steps for its device and its lowering."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def lower(
 ) -> Lowered:
     """Lower one partitioned graph in place and append its statistics.
 
-    ``eager`` leaves the symbolic ops to their reference implementations; ``triton`` generates kernels, which ``calls``
-    puts into the graph; a CPU gets kernel calls where statistics want them; everything else ATen ops that Inductor
-    fuses. ``without`` names kernels not to use, since they do not work; ``contiguous`` are the positions among the
-    results of gradients whose parameters are contiguous. ``multiplies_blocks``: the device's tensor cores multiply
-    operands in blocks.
+    ``eager`` leaves the symbolic operators to their reference implementations. ``triton`` generates kernels, which
+    ``calls`` inserts into the graph. A CPU gets kernel calls where statistics need them. Everything else becomes ATen
+    operators that Inductor fuses. ``without`` names kernels that do not work and must not be used. ``contiguous`` are
+    the positions, among the results, of gradients whose parameters are contiguous. ``multiplies_blocks``: the device's
+    tensor cores multiply operands in blocks.
     """
     incoming = _incoming(gm.graph, rows.scaled - rows.copied)
     counted, histograms = count(gm, rows.counted)
@@ -78,7 +78,7 @@ def _incoming(graph: Graph, scaled: Container[int]) -> Incoming | None:
 
 @dataclass
 class _Half:
-    """A half of a training step while it is lowered."""
+    """The forward or backward half of a training step while it is lowered."""
 
     gm: GraphModule
     lowering: str
@@ -90,7 +90,7 @@ class _Half:
     counters: Counters
     histograms: list[Node]
     found: tuple[int, ...] = ()
-    """Watched rows that no kernel counts for, in the order of ``counts``, which count for them."""
+    """Watched rows that no kernel counts for. The nodes in ``counts`` count for them, in the same order."""
     counts: list[Node] = field(default_factory=list)
     kept: frozenset[object] = frozenset()
     """Operators and nodes that are not expanded."""
@@ -138,12 +138,12 @@ def _generate(half: _Half) -> None:
 
 
 def _cast_in_loops(half: _Half) -> None:
-    """Leave to Inductor's loops what can be cast there, and call kernels for the rest."""
+    """Leave casts to Inductor's loops where they can run there, and call kernels for the rest."""
     inlined = inlined_casts(half.graph, half.counters.left, half.rows)
     half.coded, watched = inlined.counted, set(half.counters.left) - set(inlined.rows)
     half.found, half.counts = call_kernels(half.gm, watched, inlined.nodes)
     half.kept = casts_in_loops(half.graph, inlined.nodes, half.rows.scaled)
-    append_outputs(half.graph, half.statistics())  # a cat costs a C++ kernel each
+    append_outputs(half.graph, half.statistics())  # a cat costs one more C++ kernel
 
 
 def _cast_where_read(half: _Half) -> None:
@@ -172,7 +172,7 @@ def _expand(half: _Half) -> None:
 
 
 def _shape_for_gpu(half: _Half) -> None:
-    """Write what Inductor would make a worse kernel of in the form it makes a good one of."""
+    """Rewrite nodes for which Inductor would generate a worse kernel into forms for which it generates a good one."""
     narrow_in_pieces(half.graph)
     widen_products(half.gm)
     show_bytes_in_memory(half.gm)
@@ -198,7 +198,7 @@ _COMPILED: _Steps = (_lower_blocks, _lower_gemms)
 _ON_GPU: _Steps = (_cast_where_read, _watch, _add_up, _append, _expand, _shape_for_gpu)
 _STEPS: dict[_Runner, _Steps] = {
     "reference": (_watch, _append),
-    # Triton runs on a CPU in its interpreter only, beside the reference.
+    # On a CPU Triton runs only in its interpreter, beside the reference.
     "interpreter": (*_COMPILED, _generate, _watch, _append, _show_shapes),
     "loops": (*_COMPILED, _cast_in_loops, _expand, _lay_out_for_cpu, _show_shapes),
     "gpu": (*_COMPILED, *_ON_GPU),

@@ -1,4 +1,4 @@
-"""The result of lowering. A start from the cache needs only the part that is plain data."""
+"""The result of lowering. A start from the cache needs only its plain data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CodedResult:
     """A stored tensor among the results of a lowered graph. Losses are counted from its codes."""
 
     position: int
-    """Among the results."""
+    """Position among the results."""
     row: int
     format: str
     table: int
@@ -36,13 +36,13 @@ class Incoming:
 
 @dataclass(frozen=True)
 class Generated:
-    """The result of `call_generated`: the kernels, the rows they count for, and the places without a kernel."""
+    """The result of `call_generated`: the kernels, the rows they count for, and the regions without a kernel."""
 
     kernels: tuple[Kernel, ...] = ()
     watched: tuple[int, ...] = ()
     counters: Node | None = None
     left: tuple[tuple[str, str], ...] = ()
-    """Regions left to Inductor: kernel or first node, and why."""
+    """Regions left to Inductor: name of the kernel or of the first node, and the reason."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,19 @@ class Lowered:
     """The statistics that lowering appended to a graph's outputs, and the kernels it generated."""
 
     rows: tuple[int, ...]
-    """Rows of the statistics, in order. They come as one vector, or as one a row."""
+    """Rows of the statistics, in order. The statistics are one vector for all rows, or one vector per row."""
     counted: tuple[int, ...]
-    """Rows of the histograms behind them."""
+    """Rows of the histograms, which follow the statistics."""
     coded: tuple[CodedResult, ...] = ()
-    """Results whose rows are counted from the codes, by who runs the graph."""
+    """Results whose losses are counted from their codes, by the code that runs the graph."""
     generated: Generated = field(default_factory=Generated)
     kernel_names: tuple[str, ...] = ()
-    """All generated kernels, those of block formats too; a half from the cache knows no more of them."""
+    """All generated kernels, block formats' included; for a half from the cache, only these names are known."""
 
     incoming: Incoming | None = None
-    """None in a half that scales no gradient."""
+    """The incoming gradients and their table; None in a half that scales no gradient."""
     decoded: tuple[tuple[str, str], ...] = ()
-    """GEMMs with operands in blocks that a device which multiplies blocks is given decoded: which, and why."""
+    """GEMMs with operands in blocks that are decoded although the device multiplies blocks: which, and why."""
 
     @cached_property
     def coded_rows(self) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ class Lowered:
 
     @cached_property
     def coded_formats(self) -> tuple[Format, ...]:
-        """Return the formats of those codes."""
+        """Return the formats of the codes in `coded_rows`."""
         return tuple(parse(result.format) for result in self.coded)
 
     @property

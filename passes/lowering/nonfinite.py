@@ -1,7 +1,7 @@
-"""Let the forward pass see the inf and NaN that a tensor's format has no code for.
+"""Let forward read the inf and NaN for which a tensor's format has no code.
 
-This is done once the graph is partitioned. Backward is a graph of its own by then and reads the stored copy, so no wide
-tensor is saved. On a CPU the kernel that rounds keeps inf and NaN; elsewhere a ``where`` is fused with the rounding.
+This runs after the partition. Backward is then a graph of its own and reads the stored copy, so no wide tensor is
+saved. On a CPU the kernel that rounds keeps inf and NaN; elsewhere a ``where`` is fused with the rounding.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fxprec.numerics.formats import Format, parse
 
 
 def keep_nonfinite(graph: Graph) -> None:
-    """Insert ``keep_nonfinite`` behind each tensor read back where it was just stored, in the forward graph."""
+    """Insert ``keep_nonfinite`` after each dequantize of the forward graph that reads a copy stored in that graph."""
     for q, cast in Quantize.among(Quantize.nodes(graph)):
         if is_in_blocks(cast.format) or not loses_nonfinite(parse(cast.format)):
             continue
@@ -27,5 +27,5 @@ def keep_nonfinite(graph: Graph) -> None:
 
 
 def loses_nonfinite(fmt: Format) -> bool:
-    """Say whether storing an inf or a NaN in this format makes it a number."""
+    """Return whether storing an inf or a NaN in this format turns it into a number."""
     return fmt.overflow == "saturate" or fmt.nan_code is None

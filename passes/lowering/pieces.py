@@ -1,7 +1,7 @@
-"""Cast a tensor in pieces where it is read in pieces: one product gives the gate and the other half of a gated layer.
+"""Cast a tensor in pieces where it is read in pieces: one product gives both halves of a gated layer.
 
-A kernel that reads a piece and a kernel that rounds the whole loop over different shapes. Inductor does not fuse them,
-so the product would be read twice. The kernel that reads the pieces also rounds them.
+A kernel that reads a piece and a kernel that rounds the whole tensor loop over different shapes, so Inductor does not
+fuse them and the product would be read twice. Here the kernel that reads the pieces also rounds them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default})
 
 
 def cast_in_pieces(graph: Graph, counts: list[Node]) -> dict[Node, list[Node]]:
-    """Rewrite casts of what is read or made in pieces; return what to count in the place of each count's value."""
+    """Rewrite casts of tensors that are read or made in pieces; return for each count the pieces to count instead."""
     counted: dict[Node, list[Node]] = {}
     of_row = {Count.of(node).row: node for node in counts}
     for q, cast in Quantize.among(Quantize.nodes(graph)):
@@ -46,15 +46,15 @@ def cast_in_pieces(graph: Graph, counts: list[Node]) -> dict[Node, list[Node]]:
 
 
 def _read_in_pieces(q: Node, cast: Quantize) -> list[Node]:
-    """Return the pieces of what is rounded, where its codes only leave the graph."""
+    """Return the pieces in which a cast's input is read, if its codes are only returned from the graph."""
     return _pieces(cast.x) if all(user.op == "output" for user in q.users) else []
 
 
 def _made_in_pieces(q: Node, cast: Quantize, count: Node | None) -> list[Node]:
     """Return the pieces that are computed, then joined, then only rounded: a gated layer's gradient.
 
-    A kernel over the whole computes each piece at every element. One over a piece computes all pieces, and what they
-    share once.
+    A kernel over the whole tensor computes every piece at each element. A kernel over one piece's shape computes all
+    pieces, and their common parts once.
     """
     readers, x = {q, *_kept(q)}, cast.x
     if len(readers) > 1 and len(q.users) > 1:
@@ -71,12 +71,12 @@ def _made_in_pieces(q: Node, cast: Quantize, count: Node | None) -> list[Node]:
 
 
 def _kept(q: Node) -> list[Node]:
-    """Return what puts the codes of inf and NaN among a cast's."""
+    """Return the nodes that put the codes of inf and NaN into a cast's codes."""
     return [user for user in q.users if (KeepNonfinite.match(user) or KeepCodes.match(user)) is not None]
 
 
 def _join_codes(graph: Graph, q: Node, casts: list[Node], pieces: list[Node]) -> None:
-    """Put codes that are written piece by piece in the place of a cast's, those of inf and NaN among them."""
+    """Replace a cast's codes, with those of inf and NaN, by codes that are written piece by piece."""
     end = q
     for end in _kept(q):
         keep = KeepNonfinite.match(end) or KeepCodes.match(end)
@@ -89,10 +89,10 @@ def _join_codes(graph: Graph, q: Node, casts: list[Node], pieces: list[Node]) ->
 
 
 def narrow_in_pieces(graph: Graph) -> None:
-    """Convert each piece of what is joined along the last dimension and then converted, and write it where it belongs.
+    """Convert pieces before they are joined along the last dimension, instead of after, each written into the result.
 
-    As a gated layer's gradient on GPUs without fp8. A kernel over the whole cannot hold what Inductor keeps of a piece
-    on the way, since the decoding of a code is long: it is written out in float32 and read again.
+    This applies to a gated layer's gradient on GPUs without fp8. Decoding a code takes many operations, so a kernel
+    over the whole tensor cannot hold Inductor's intermediates of a piece: they are written in float32 and read again.
     """
     for node in graph.find_nodes(op="call_function", target=CONVERT):
         joined, dtype = input_at(node, 0), argument(node, 1)
@@ -109,14 +109,14 @@ def narrow_in_pieces(graph: Graph) -> None:
 
 
 def _joined_last(cat: Node) -> list[Node]:
-    """Return what ``cat`` joins, if along the last dimension."""
+    """Return the tensors that ``cat`` joins, if it joins them along the last dimension; otherwise none."""
     rank, pieces, dim = tensor_of(cat).ndim, argument(cat, 0), argument(cat, 1, 0)
     assert isinstance(pieces, list | tuple)
     return [p for p in pieces if isinstance(p, Node)] if isinstance(dim, int) and dim % rank == rank - 1 else []
 
 
 def _is_computed(x: Node) -> bool:
-    """Say whether a kernel computes ``x`` element by element, rather than a library call or a copy."""
+    """Return whether a kernel computes ``x`` element by element, rather than a library call or a copy."""
     return isinstance(x.target, torch._ops.OpOverload) and torch.Tag.pointwise in x.target.tags
 
 
@@ -138,7 +138,7 @@ def _written(graph: Graph, whole: Node, codes: list[Node]) -> Node:
 
 
 def _pieces(x: Node) -> list[Node]:
-    """Return the pieces that a split along the last dimension makes of ``x``, perhaps in another shape; or none."""
+    """Return the pieces into which ``x``, perhaps reshaped, is split along the last dimension; otherwise none."""
     for user in x.users:
         if user.target in _RESHAPING and _keeps_last(x, user):
             if pieces := _pieces(user):

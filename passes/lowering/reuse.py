@@ -1,4 +1,4 @@
-"""Find float32 tensors that a kernel may round in place, so that fewer bytes are allocated, written and live."""
+"""Find float32 tensors that a kernel may round in place, so that fewer bytes are allocated and written."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from fxprec.passes.analysis.joint import made_by
 aten = torch.ops.aten
 _FORCE = torch.ops.prims.inductor_force_stride_order.default
 
-# Ops that always write a tensor of their own: none is a view, and Inductor drops none as a copy of its input.
+# Operators that always write a new tensor: none is a view, and Inductor removes none as a copy of its input.
 _MAKES_NEW = ops.GEMMS | ops.GEMMS_BACKWARD | having(Trait.WRITES_NEW)
 _SUMS_AND_PRODUCTS = having(Trait.WRITES_NEW_OF_TWO)
 
 
 def is_ours_alone(x: Node) -> bool:
-    """Say whether ``x`` is a dense float32 tensor in memory of its own that only one node reads."""
+    """Return whether ``x`` is a dense float32 tensor in its own memory that only one node reads."""
     if len(x.users) != 1 or not _is_dense_float(x):
         return False
-    if x.target is _FORCE:  # hands its input on where the strides are right already
+    if x.target is _FORCE:  # returns its input if the strides are right already
         return is_ours_alone(x.all_input_nodes[0])
     source = made_by(x)
     return source.target in _MAKES_NEW or (source.target in _SUMS_AND_PRODUCTS and _is_real_work(source))
 
 
 def _is_real_work(node: Node) -> bool:
-    """Say whether both operands are computed tensors: adding a constant 0 is dropped, and then its result is a view."""
+    """Return whether both operands are computed: Inductor drops an addition of a constant 0, and returns a view."""
     return all(isinstance(a, Node) and a.op == "call_function" and a.target is not aten.full.default for a in node.args)
 
 

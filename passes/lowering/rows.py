@@ -1,4 +1,4 @@
-"""Rows of the scale table as compiled code uses them."""
+"""Which rows of the scale table compiled code scales, counts and measures."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ class WatchedRows:
     """Rows of the table, by their use in lowered code."""
 
     watched: frozenset[int] = frozenset()
-    """Their statistics are appended to the outputs."""
+    """Rows whose statistics are appended to the outputs."""
     scaled: frozenset[int] = frozenset()
-    """Their scale exponent may differ from 0."""
+    """Rows whose scale exponent may differ from 0."""
     copied: frozenset[int] = frozenset()
-    """Those of them that are copies of forward tensors."""
+    """Scaled rows that are copies of forward tensors."""
     measured: frozenset[int] = frozenset()
-    """Their moments count too, in steps that measure."""
+    """Rows whose moments are counted too, in steps that measure."""
     counted: frozenset[int] = frozenset()
-    """They get a histogram."""
+    """Rows with a histogram."""
     inlines: bool = False
-    """Casts of no gradient may be part of the loops around them; what they lose is then counted from their codes."""
+    """Whether casts, except of gradients, may be part of the loops around them; their codes then give the losses."""
 
     def without(self, rows: Collection[int]) -> WatchedRows:
-        """Return the same but for the statistics of ``rows``."""
+        """Return the same rows without the statistics of ``rows``."""
         return replace(self, watched=self.watched - frozenset(rows))
 
 
 def rows_of(plan: Plan, scales: ScaleGraph | None, settings: Settings) -> WatchedRows:
-    """Return what the code of a plan does with its rows."""
+    """Return what a plan's code does with each row."""
     watches_all = settings.asked.on_nonfinite in ("report", "raise")
     watched = frozenset(s.id for s in plan.sites if _can_lose(s, settings) or (watches_all and not s.saved_as))
-    inlines = not settings.is_simulated and not watches_all  # codes do not tell an inf from the largest number
+    inlines = not settings.is_simulated and not watches_all  # codes may give inf and the largest number alike
     if scales is None:
         return WatchedRows(watched=watched, inlines=inlines)
     casts, scaling = frozenset(scales.casts), settings.grad_scaling
@@ -57,9 +57,9 @@ def rows_of(plan: Plan, scales: ScaleGraph | None, settings: Settings) -> Watche
 
 
 def _can_lose(site: Site, settings: Settings) -> bool:
-    """Say whether a site can overflow where hi does not, or turn a NaN into a number."""
+    """Return whether a site can overflow where ``hi`` cannot, or turn a NaN into a number."""
     if site.saved_as:
-        return False  # its blocks have scales of their own; inf and NaN stay to be seen, in all of their block
+        return False  # blocks have scales of their own, and inf and NaN show in their whole block
     fmt = parse(site.format)
     if settings.storage == "packed" and fmt.nan_code is None:
         return True

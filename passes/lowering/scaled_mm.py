@@ -1,8 +1,8 @@
-"""Multiply operands in blocks on tensor cores that scale (sm_100): codes and swizzled scales instead of numbers.
+"""Multiply operands in blocks on tensor cores that scale (sm_100): codes and swizzled scales replace numbers.
 
 ``mm(view(dequantize(a)), permute(view(dequantize(b))))`` becomes ``fxprec::scaled_mm`` of the codes. An operand is
-encoded in the layout that the product reads, so no record of scale and codes is written; MS-EDEN's corrected records
-are split. What is no such product stays decoded, and is returned with the reason.
+encoded in the layout that the product reads, without records of scale and codes in between. Records that MS-EDEN
+corrected are split into scales and codes. Other products stay decoded, and are returned with the reason.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from fxprec.plan.lines import named
 
 aten = torch.ops.aten
 UNIT = 16
-"""Columns of the result are a multiple of it, and bytes of a row of codes: what tensor cores read at once."""
+"""Divides the columns of the result and the bytes of a row of codes: tensor cores read so many bytes at once."""
 _COPIES = frozenset({ops.CONVERT, aten.clone.default})
 
 
 def multiply_blocks(graph: Graph) -> tuple[tuple[str, str], ...]:
-    """Replace products of operands in blocks; return those that stay decoded: node, module and line, and why."""
+    """Replace products of operands in blocks; return those that stay decoded: node, module and line, and the reason."""
     made = _Operands(graph)
     left = []
     for node in list(graph.nodes):
@@ -61,7 +61,7 @@ def _is_from_blocks(operand: Node) -> bool:
 
 
 def _chain(node: Node) -> Iterator[Node]:
-    """Yield a node and what it shows or copies, up to what reads codes."""
+    """Yield a node and the nodes that it is a view or a copy of, up to one that reads codes."""
     yield node
     while node.target in ops.VIEWS | _COPIES and node.all_input_nodes:
         node = node.all_input_nodes[0]
@@ -70,7 +70,7 @@ def _chain(node: Node) -> Iterator[Node]:
 
 @dataclass(frozen=True)
 class _Operand:
-    """A matrix that is read from blocks: (rows, columns) as it is encoded, in rows or squares of blocks."""
+    """A matrix that is decoded from blocks: (rows, columns) as it was encoded, in rows or in squares of blocks."""
 
     read: Dequantize
     rows: int
@@ -78,11 +78,11 @@ class _Operand:
     side: int
     """Side of a square that shares a scale; 0: blocks lie along the columns."""
     is_turned: bool
-    """Whether the GEMM reads its transpose."""
+    """Whether the GEMM reads the transposed matrix."""
 
     @classmethod
     def of(cls, node: Node) -> _Operand | None:
-        """Return how an operand of two dimensions is read; None where by other steps than block-gemms makes."""
+        """Return how a two-dimensional operand is read; None if by other steps than those of block-gemms."""
         turned = False
         while node.target in _COPIES or node.target is aten.permute.default:
             if node.target is aten.permute.default:
@@ -112,7 +112,7 @@ class _Operand:
         return replace(fmt, block=self.side) if self.side else fmt
 
     def sums_columns(self, is_first: bool) -> bool:
-        """Say whether a GEMM sums over the columns: its first operand is (M, K), its second (K, N)."""
+        """Return whether a GEMM sums over the columns. Its first operand is (M, K), its second (K, N)."""
         return self.is_turned != is_first
 
 
@@ -124,7 +124,7 @@ def _uncopied(node: Node) -> Node:
 
 @dataclass(frozen=True)
 class _Product:
-    """A product that tensor cores can make of the codes."""
+    """A product that tensor cores can compute from the codes."""
 
     node: Node
     operands: tuple[_Operand, _Operand]
@@ -132,7 +132,7 @@ class _Product:
 
     @classmethod
     def of(cls, node: Node) -> _Product | str:
-        """Return the product that a GEMM is, or why it is none."""
+        """Return the product for a GEMM, or the reason why there is none."""
         if node.target is GroupedMm.target:
             return "grouped products of codes are not made yet"
         if node.target in BATCHED:
@@ -147,7 +147,7 @@ class _Product:
         return _refusal(first, second, node) or cls(node, (first, second), _bias(node))
 
     def lower(self, made: _Operands) -> None:
-        """Put the product of codes in the place of the GEMM."""
+        """Replace the GEMM by the product of codes."""
         node, (first, second) = self.node, self.operands
         dtype = tensor_of(node).dtype
         fused = self.bias if dtype != torch.float32 else None  # cuBLASLt adds no float32 bias
@@ -188,7 +188,7 @@ def _refusal(first: _Operand, second: _Operand, node: Node) -> str | None:
 
 @dataclass
 class _Operands:
-    """Encodes operands as products read them; those that several products read, once."""
+    """Encodes operands in the layout that products read, once for all products that read one."""
 
     graph: Graph
     made: dict[tuple[Dequantize, bool], tuple[Node, Node]] = field(default_factory=dict)
@@ -235,8 +235,8 @@ def _of_numbers(
 def laid_out(encoded: Encoded, name: str, shape: Sequence[int], side: int, along: bool) -> tuple[Tensor, Tensor]:
     """Return codes (outer, bytes along the summed dimension) and swizzled scales of a matrix, both uint8.
 
-    ``shape`` is (rows, columns) of the matrix that was encoded, in squares of ``side`` or, where that is 0, in blocks
-    along the columns; ``along``: the product sums over its columns, and not its rows.
+    ``shape`` is (rows, columns) of the encoded matrix. It was encoded in squares of ``side``, or, if ``side`` is 0, in
+    blocks along the columns. ``along``: the product sums over the columns, otherwise over the rows.
     """
     fmt, (rows, columns) = find_blocks(name), shape
     scales = encoded.scales.to(torch.uint8)

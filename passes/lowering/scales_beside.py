@@ -1,7 +1,7 @@
 """Multiply by scales beside casts that are one operator of Inductor's loops on a CPU.
 
-A loop computes the power of two of a row again for each vector of elements: its stores may change the table, as far as
-a C++ compiler knows. So one small loop a graph writes those of all rows to memory.
+A C++ compiler must assume that a loop's stores change the table. So a loop would recompute the power of two of a row
+for each vector of elements. Instead one small loop per graph writes the powers of all rows to memory.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class ScalesBeside:
 
     graph: Graph
     powers: dict[int, Node] = field(default_factory=dict)
-    """By sign of the exponents: float32, one a row."""
+    """By sign of the exponents: float32, one per row."""
 
     def scale(self, node: Node) -> Node:
-        """Have operators beside a cast multiply by its row's scale; return the cast, which has none left to do."""
+        """Move a cast's scale to operators beside it; return the cast, which then leaves the scale as it is."""
         read = Dequantize.match(node)
         with self.graph.inserting_before(node):
             if read is None:
@@ -65,5 +65,5 @@ class ScalesBeside:
 
 
 def _powers_of(table: torch.Tensor, _: object, sign: int) -> torch.Tensor:
-    """Return ``2.0**(sign * exponent)`` of every row, written as a float's bits."""
+    """Return ``2.0**(sign * exponent)`` for every row by writing the bits of a float32."""
     return ((127 + table[:, 0] * sign) << 23).view(torch.float32)

@@ -13,12 +13,12 @@ from fxprec.passes.analysis.joint import results_of, set_results
 
 
 def watch(gm: GraphModule, watched: Collection[int]) -> tuple[tuple[int, ...], list[Node]]:
-    """Add a ``counts`` node beside each watched ``quantize``; return their rows and nodes, in one order."""
+    """Add a ``counts`` node beside each watched ``quantize``; return their rows and the nodes, in the same order."""
     return _add_beside(gm.graph, Count, watched)
 
 
 def count(gm: GraphModule, counted: Collection[int]) -> tuple[tuple[int, ...], list[Node]]:
-    """Add a ``histogram`` node beside each counted ``quantize``; return their rows and nodes, in one order."""
+    """Add a ``histogram`` node beside each counted ``quantize``; return their rows and the nodes, in the same order."""
     return _add_beside(gm.graph, Histogram, counted)
 
 
@@ -34,7 +34,7 @@ def _add_beside(
 
 
 class Counters:
-    """The counters in which kernels count for rows, in the order of the rows in the result."""
+    """The counters that kernels write for rows, in the order of the rows in the result."""
 
     def __init__(
         self, watched: Collection[int], measured: Collection[int] = (), histograms: Collection[Node] = ()
@@ -54,29 +54,29 @@ class Counters:
         return [row for row in self._watched if row not in taken]
 
     def __contains__(self, node: Node) -> bool:
-        """Say whether a node counts, though nothing reads it before the graph's outputs are complete."""
+        """Return whether a node counts; nothing reads it until the graph's outputs are complete."""
         return node in self._found.values() or node in self._histograms
 
     def wants(self, row: int) -> bool:
-        """Say whether a row is watched and nothing counts for it so far."""
+        """Return whether a row is watched and has no counters yet."""
         return row in self._watched and row not in self.rows
 
     def wants_moments(self, row: int) -> bool:
-        """Say whether the row's moments are wanted too."""
+        """Return whether the row's moments are measured too."""
         return self.wants(row) and row in self._measured
 
     def add(self, row: int, counters: Node) -> None:
-        """Note the counters in which a kernel counts for ``row``, if the row is wanted."""
+        """Note the counters that a kernel writes for ``row``, if the row is wanted."""
         if self.wants(row):
             self._found[row,] = counters
 
     def add_first(self, rows: tuple[int, ...], counters: Node | None) -> None:
-        """Note the counters in which generated kernels count for ``rows``; these come before all others."""
+        """Note the counters that generated kernels write for ``rows``; these come before all others."""
         if counters is not None:
             self._found = {rows: counters, **self._found}
 
     def gathered(self, graph: Graph) -> list[Node]:
-        """Return the node of the rows of counts, all in one, if there are any."""
+        """Return one node with the counts of all rows, as a list; empty if there are none."""
         if not self._found:
             return []
         nodes = list(self._found.values())
@@ -88,7 +88,7 @@ class Counters:
 
 
 def append_gathered(graph: Graph, vectors: list[Node]) -> None:
-    """Return ``vectors`` as one vector after the graph's own outputs."""
+    """Append ``vectors`` to the graph's outputs, concatenated into one."""
     if not vectors:
         return
     with graph.inserting_before(graph.output_node()):
@@ -96,5 +96,5 @@ def append_gathered(graph: Graph, vectors: list[Node]) -> None:
 
 
 def append_outputs(graph: Graph, vectors: list[Node]) -> None:
-    """Return ``vectors`` after the graph's own outputs."""
+    """Append ``vectors`` to the graph's outputs."""
     set_results(graph, [*results_of(graph), *vectors])

@@ -1,7 +1,7 @@
-"""Count statistics on a GPU: each cast in the kernel that makes its value, row by row, and all rows in one more kernel.
+"""Count statistics on a GPU: the kernel that computes a value counts it row by row; one more kernel adds all rows up.
 
-Inductor reduces along rows in the kernel that computes the values. It cuts a reduction of all elements into parts that
-do not fuse with that kernel: the values would be written out and read again.
+Inductor fuses a reduction along rows with the kernel that computes the values. It splits a reduction of all elements
+into parts that do not fuse with that kernel, so the values would be written and read again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fxprec.passes.lowering.gemm_casts import call
 from fxprec.passes.lowering.rows import WatchedRows
 
 aten = torch.ops.aten
-_PART = 256  # elements; 12 bytes of counts are then a small share of it
+_PART = 256  # elements; 12 bytes of counts are then a small share
 _LONGEST = 1 << 21  # elements whose counts fit into the fields of one number
 
 
@@ -32,13 +32,13 @@ class _Site:
     measured: bool
     scaled: bool
     shape: tuple[int, ...]
-    """The shape of each tensor of parts."""
+    """Shape of each tensor of parts."""
     parts: tuple[tuple[Node, ...], ...]
-    """For each piece of the tensor the counts of its parts: losses, largest magnitudes, if measured three moments."""
+    """For each piece of the tensor, the counts of its parts: losses, largest magnitudes, three moments if measured."""
 
 
 def cast_where_read(graph: Graph) -> None:
-    """Move casts of what comes in to their first reader: Inductor fuses no kernels that stand far from one another."""
+    """Move casts of the graph's inputs to their first reader: Inductor does not fuse kernels far from each other."""
     for q, cast in Quantize.among(Quantize.nodes(graph)):
         if cast.x.op == "placeholder" and q.users:
             min(q.users).prepend(q)
@@ -47,9 +47,9 @@ def cast_where_read(graph: Graph) -> None:
 def add_up(
     graph: Graph, counts: list[Node], rows: WatchedRows, pieces: Mapping[Node, Sequence[Node]]
 ) -> tuple[list[int], list[Node]]:
-    """Put ``totals`` in the place of the ``counts`` whose sizes are known; some count in ``pieces``.
+    """Replace the ``counts`` nodes of known sizes by ``totals``; some count in ``pieces``.
 
-    Returns whose rows what is returned beside it holds, in order, by their positions among ``counts``.
+    Returns positions among ``counts``, in the order of the rows in the nodes that are returned beside them.
     """
     groups: dict[tuple[int, ...], list[_Site]] = {}
     for position, node in enumerate(counts):
@@ -66,7 +66,7 @@ def add_up(
 
 
 def _total(graph: Graph, sites: Sequence[_Site], table: Node) -> Node:
-    """Add up sites whose parts have the same shape but for the last dimension: one beside the other they are joined."""
+    """Add up sites whose parts differ in the last dimension only, so that they can be concatenated along it."""
     lost, amax = (_joined(graph, [part for site in sites for part in site.parts[i]]) for i in range(2))
     moments = [part for site in sites for parts in site.parts[2:] for part in parts]
     rows, elements, measured, scaled = (
@@ -82,7 +82,7 @@ def _joined(graph: Graph, parts: list[Node]) -> Node:
 
 
 def _counted(graph: Graph, position: int, node: Node, rows: WatchedRows, pieces: Sequence[Node]) -> _Site | None:
-    """Count in parts, where ``node`` counts; None where the tensor has none that are known."""
+    """Count in parts what ``node`` counts; None if the tensor has no parts of known sizes."""
     count = Count.of(node)
     measured, scaled = count.row in rows.measured, count.row in rows.scaled
     found = [_counted_piece(graph, node, x, scaled, measured) for x in pieces or (count.x,)]
@@ -97,7 +97,7 @@ def _counted(graph: Graph, position: int, node: Node, rows: WatchedRows, pieces:
 def _counted_piece(
     graph: Graph, node: Node, x: Node, scaled: bool, measured: bool
 ) -> tuple[tuple[int, ...], tuple[Node, ...]] | None:
-    """Count ``x`` in parts, as ``node`` counts; return their shape, and of each kind the counts."""
+    """Count ``x`` in parts, as ``node`` counts; return the shape of the parts, and the counts of each kind."""
     count, val = Count.of(node), tensor_of(x)
     dims = _part(val)
     if dims is None:
@@ -113,7 +113,7 @@ def _counted_piece(
 
 
 def _part(x: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the dimensions that lie innermost in memory and make up a part; None where sizes or order are unknown."""
+    """Return the dimensions, innermost in memory, that form a part; None if sizes or strides are unknown."""
     if not all(isinstance(n, int) for n in (*x.shape, *x.stride())) or not x.numel():
         return None
     strides = x.stride()

@@ -1,4 +1,4 @@
-"""Lay out weights of convolutions as oneDNN reads them, and their gradients as the parameters lie.
+"""Convert weights of convolutions to the layout that oneDNN reads, and their gradients to the parameters' layout.
 
 Convolutions run channels-last on a CPU, and parameters are contiguous. Inductor cannot vectorise the conversion of a
 3x3 kernel's nine elements. Autograd (`AccumulateGrad`) copies a gradient whose strides differ from its parameter's.
@@ -21,17 +21,17 @@ _WEIGHT = {_CONVOLUTION: 1, _BACKWARD: 2}  # positions among the arguments
 _WEIGHT_GRADIENT = 1  # among the results
 
 FROM = 1 << 15
-"""Elements from which on a call of a kernel is worth it."""
+"""Number of elements from which on a kernel call is worth its cost."""
 
 
 def lay_out_weights(graph: Graph, gradients: Collection[int]) -> None:
-    """Edit a lowered graph of one half; Inductor's loops keep what is small.
+    """Edit a lowered graph of one half; small tensors stay in Inductor's loops.
 
-    ``gradients`` are positions among the results: of gradients whose parameters are contiguous.
+    ``gradients`` are the positions, among the results, of gradients whose parameters are contiguous.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     results = results_of(graph)
-    # Last: until then they are held in the 16 bits in which they are made.
+    # Inserted last: until then the gradients stay in the 16 bits in which they are computed.
     for node in (results[at] for at in gradients):
         if isinstance(node, Node) and _is_weight_gradient(node) and _is_turned(node):
             _replace(graph, node, list(node.users), channels_last=False, at=graph.output_node())
@@ -40,13 +40,13 @@ def lay_out_weights(graph: Graph, gradients: Collection[int]) -> None:
 
 
 def _is_weight_gradient(node: Node) -> bool:
-    """Say whether backward returns, and nothing else reads, what a convolution makes, converted perhaps."""
+    """Return whether a node is a convolution's weight gradient, perhaps converted, that backward only returns."""
     item = item_of(unconverted(node))
     return item is not None and item[0].target is _BACKWARD and item[1] == _WEIGHT_GRADIENT and len(node.users) == 1
 
 
 def _weights(graph: Graph) -> dict[Node, list[Node]]:
-    """Map contiguous parameters, and what is converted from one, to what reads them as convolutions do."""
+    """Map contiguous parameters, and conversions of them, to the convolutions that read them."""
     found: dict[Node, list[Node]] = {}
     for node in graph.nodes:
         weight = input_at(node, _WEIGHT[node.target]) if node.target in _WEIGHT else None
@@ -54,13 +54,14 @@ def _weights(graph: Graph) -> dict[Node, list[Node]]:
             continue
         given = unconverted(weight)
         if given.op == "placeholder" and tensor_of(given).is_contiguous() and _is_turned(weight):
-            # Others read a parameter as it lies; what is converted is made for convolutions, backward's among them.
+            # A parameter's other readers read it as it is. A conversion is made for convolutions only, backward's
+            # included.
             found[weight] = [user for user in weight.users if user.target in _WEIGHT or weight is not given]
     return found
 
 
 def _is_turned(node: Node) -> bool:
-    """Say whether a tensor is large, and contiguous and channels-last are two things."""
+    """Return whether a tensor is large, and its contiguous and channels-last layouts differ."""
     x, val = tensor_of(unconverted(node)), tensor_of(node)
     if val.ndim != 4 or not all(isinstance(size, int) for size in val.shape):
         return False
@@ -70,7 +71,7 @@ def _is_turned(node: Node) -> bool:
 
 
 def _replace(graph: Graph, node: Node, readers: list[Node], *, channels_last: bool, at: Node) -> None:
-    """Have ``readers`` read a kernel's result, made in front of ``at``, in the place of ``node``."""
+    """Let ``readers`` read, instead of ``node``, a kernel's result that is computed before ``at``."""
     val = tensor_of(node)
     with graph.inserting_before(at):
         laid = LaidOut(unconverted(node), val.dtype, channels_last).insert(graph)

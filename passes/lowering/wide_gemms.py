@@ -10,7 +10,7 @@ from fxprec.passes.analysis.wide_gemms import is_widened
 
 
 def widen_gemms(graph: Graph, processor: Processor) -> None:
-    """Replace GEMMs whose operands' dtype the processor does not multiply."""
+    """Replace GEMMs whose operands' dtype the processor cannot multiply."""
     for node in graph.nodes:
         if is_widened(node, processor):
             node.target = WIDE[node.target]

@@ -1,6 +1,6 @@
 """Lowering ``triton``: regions that round, pack or unpack become generated Triton kernels.
 
-`regions` finds them, `printer` prints their source, `launch` puts calls into the graph. Inductor keeps column
+`regions` finds them, `printer` prints their source, `launch` inserts calls into the graph. Inductor keeps column
 reductions (the gradients of a norm's weight, batch norm's statistics), data movement, and regions that neither encode
 nor decode.
 """
@@ -32,8 +32,8 @@ def call_generated(
 ) -> Generated:
     """Replace the regions of ``gm`` by calls of generated kernels, in place.
 
-    ``without`` names kernels not to use; without ``tears``, regions that tear what Inductor would fuse stay its.
-    Symbolic ops that no kernel took are still there afterwards.
+    ``without`` names kernels that must not be used. If not ``tears``, Inductor keeps regions whose kernels would split
+    what it fuses. Symbolic operators outside of the kernels stay in the graph.
     """
     graph = gm.graph
     sizes = SizeNodes(graph)
@@ -55,7 +55,7 @@ def call_generated(
 
 
 def _table(gm: GraphModule) -> Node | None:
-    """Return the scale table, an argument of every symbolic op but ``keep_nonfinite``."""
+    """Return the scale table, an argument of every symbolic operator but ``keep_nonfinite``; None if there is none."""
     for operator in (Quantize, Dequantize, Rescale):
         for node in operator.nodes(gm.graph):
             return operator.of(node).table

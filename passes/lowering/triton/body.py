@@ -1,4 +1,4 @@
-"""The body of a kernel while it is printed: its schedule, what it loads and stores, and where these lie in memory."""
+"""The body of a kernel while it is printed: its schedule, its loads and stores, and their addresses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Value:
-    """A variable of the kernel. ``extent``: a subset of the letters ``rc`` it varies over; flat ones are ``rc``."""
+    """A variable of the kernel. ``extent``: which of the letters ``rc`` it varies over; flat variables have ``rc``."""
 
     name: str
     extent: frozenset[str]
@@ -44,16 +44,16 @@ LITERAL: frozenset[str] = frozenset()
 
 
 class Body:
-    """The lines of one kernel as they grow, and its parameters.
+    """The lines of one kernel as they are added, and its parameters.
 
-    An element is ``i`` in a flat kernel, row ``r`` and column ``c`` in one by rows.
+    An element is ``i`` in a flat kernel, and row ``r`` and column ``c`` in a kernel by rows.
     """
 
     def __init__(self, region: Region) -> None:
         self.region = region
         self.lines: list[str] = []
         self.values: dict[Node, Value] = {}
-        self.known: dict[str, Value] = {}  # by expression: nothing is computed twice
+        self.known: dict[str, Value] = {}  # by expression, so that nothing is computed twice
         self.numbers: dict[str, int] = {}
         self.inputs: dict[tuple[Node, torch.dtype], Argument] = {}
         self.helpers: dict[str, str] = {}
@@ -85,18 +85,18 @@ class Body:
 
     @property
     def num_warps(self) -> int:
-        """Return the warps, 16 elements a thread: at 32 a row of 4096 took 194 registers, and half the threads fit."""
+        """Return the warps for 16 elements a thread; with 32, a row of 4096 took 194 registers, so half the threads fit."""
         tile = BLOCK if self.columns is None else self.per_program * self.padded
         return min(16, max(4, tile // 512))
 
     @property
     def block(self) -> str:
-        """Return the shape of a program's values as Triton writes it."""
+        """Return the shape of a program's values in Triton's syntax."""
         return f"[{BLOCK}]" if self.columns is None else f"[{self.per_program}, {self.padded}]"
 
     @property
     def count(self) -> tuple[str, Size]:
-        """Name and size of what is dealt out to programs: elements or rows."""
+        """Name and size of what is divided among programs: elements or rows."""
         if self.columns is None:
             return "n", self.region.numel
         return "rows", _divided(self.region.numel, self.columns)
@@ -107,7 +107,7 @@ class Body:
         return "n" if self.columns is None else f"rows * {self.columns}"
 
     def head(self) -> list[str]:
-        """Return the first lines of the kernel: indices, and which of them lie inside of the tensors."""
+        """Return the first lines of the kernel: indices, and the mask of those inside the tensors."""
         program = "tl.program_id(0)" + (".to(tl.int64)" if self._is_large() else "")
         if self.columns is None:
             return [f"i = {program} * {BLOCK} + tl.arange(0, {BLOCK})", "inside = i < n"]
@@ -118,14 +118,14 @@ class Body:
         ]
 
     def _is_large(self) -> bool:
-        """Say whether an offset may pass 31 bits."""
+        """Return whether an offset may need more than 31 bits."""
         counts = [self.region.numel, *(numel_of(a.node.meta["val"]) for a in self.inputs.values())]
         return not all(isinstance(c, int) and c < 1 << 31 for c in counts)
 
     # -- text
 
     def assign(self, base: str, expression: str, extent: frozenset[str], dtype: torch.dtype | None) -> Value:
-        """Append a line that assigns an expression to a new name, or return the name that an equal expression has."""
+        """Append a line that assigns an expression to a new name, or return the name of an equal expression."""
         found = self.known.get(expression)
         if found is None:
             number = self.numbers.get(base, 0)
@@ -141,7 +141,7 @@ class Body:
         return helper
 
     def helper_order(self) -> list[str]:
-        """Return the helpers' names so that each comes after those it calls."""
+        """Return the helpers' names, each after the helpers that it calls."""
         order = {name: i for i, name in enumerate(codecs.HELPERS)}
         return sorted(self.helpers, key=lambda h: (order.get(h, len(order)), h))
 
@@ -154,7 +154,7 @@ class Body:
         return self.sizes.setdefault(size, f"k{len(self.sizes)}")
 
     def _offset(self, shape: Sequence[Size], strides: Sequence[Size], variable: str) -> str:
-        """Return the offset of element ``variable`` (row-major in ``shape``) in memory of these strides."""
+        """Return the offset of element ``variable`` (row-major in ``shape``) in memory with these strides."""
         inner: Size = 1
         terms: list[str] = []
         dims = coalesced(shape, strides)
@@ -168,7 +168,7 @@ class Body:
         return " + ".join(terms)
 
     def _place(self, shape: Sequence[Size], strides: Sequence[Size], of_row: bool) -> tuple[str, frozenset[str]]:
-        """Return the offset of a program's elements, and over what it varies."""
+        """Return the offset of a program's elements, and the letters over which the offset varies."""
         if self.columns is None or of_row:
             variable = "i" if self.columns is None else "r"
             if self.columns is None and self.order is not None:
@@ -190,9 +190,9 @@ class Body:
     # -- reading and writing
 
     def read(self, source: Node, reader: Node, *, as_code: bool = False) -> Value:
-        """Return ``source`` as ``reader`` sees it: from inside the region, as a literal, or loaded.
+        """Return ``source`` as ``reader`` sees it: a value of the region, a literal, or a load.
 
-        Raises `Unprintable` where ``reader`` wants another shape than the tensor's own.
+        Raises `Unprintable` if ``reader`` needs another shape than the tensor's own.
         """
         if source in self.values:
             return self.values[source]
@@ -215,7 +215,7 @@ class Body:
         return self.assign("x", load + _FROM_MEMORY[argument.dtype], extent, val.dtype)
 
     def _base(self, node: Node) -> tuple[Node, Size]:
-        """Return the tensor whose memory ``node`` views, and where in it ``node`` begins."""
+        """Return the tensor whose memory ``node`` views, and the offset in it at which ``node`` begins."""
         val = node.meta["val"]
         base = node
         while base.target in _MEMORY_VIEWS and _same_memory(base, base.all_input_nodes[0]):
@@ -231,7 +231,7 @@ class Body:
         return found
 
     def store(self, node: Node, i: int) -> Argument:
-        """Append the store of a node's value to output ``i``; return that parameter of the kernel."""
+        """Append the store of a node's value to output ``i``; return the kernel's parameter for it."""
         val: torch.Tensor = node.meta["val"]
         value, of_row = self.values[node], node in self.region.rows
         if of_row:
@@ -248,7 +248,7 @@ class Body:
         return Argument(f"out{i}", node, dtype, numel_of(val))
 
     def whole(self, value: Value) -> str:
-        """Return ``value`` with an element for each of the program's."""
+        """Return ``value`` broadcast to all elements of the program."""
         if value.extent == FULL:
             return value.name
         if not value.extent and not value.name.isidentifier():
@@ -284,9 +284,9 @@ _MEMORY_VIEWS = moving_as(Moves.ORDER, Moves.SPREAD, Moves.RANK, Moves.SHAPE, Mo
 
 
 def _memory_order(region: Region) -> list[int] | None:
-    """Return the dimensions of a flat region from the slowest to the fastest in memory, None for row-major.
+    """Return the dimensions of a flat region from the slowest to the fastest in memory; None for row-major.
 
-    Only where all its values have one shape; the layout is that of most of them, say channels-last.
+    All values of the region must have one shape. The order is that of most values, for instance channels-last.
     """
     if region.columns is not None:
         return None
@@ -307,7 +307,7 @@ def _same_memory(view: Node, source: Node) -> bool:
 
 
 def literal(number: float, dtype: torch.dtype) -> str:
-    """Return a number as Triton source; inf and NaN have no literal of their own."""
+    """Return a number as Triton source; inf and NaN have no literals."""
     if dtype == torch.bool:
         return str(bool(number))
     value = float(number)

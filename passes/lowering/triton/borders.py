@@ -1,9 +1,9 @@
-"""Find the regions that are worth a kernel of their own: those whose borders lie in memory anyway.
+"""Select the regions that are worth a kernel: those whose inputs and outputs are in memory anyway.
 
-A tensor that one kernel hands to another is written and read again. Inductor would fuse a region with its neighbours:
-gather, cat, reductions over other dimensions, or another region that differs in shape. Where the tensors between them
-are more than a small share of the bytes that the region moves, Inductor takes the region. A reader that waits for a
-library's call, which in turn waits for the region, reads memory in any case.
+A tensor that one kernel passes to another is written and read again. Inductor would fuse a region with its neighbours:
+gather, cat, reductions over other dimensions, or another region of a different shape. If the tensors between them are
+more than a small share of the bytes that the region moves, Inductor keeps the region. This does not count a reader
+that waits for a library call which itself waits for the region: that reader reads memory in any case.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fxprec.passes.analysis.replay.kernels import Kind, kind_of
 from fxprec.passes.lowering.triton.regions import Region, is_constant, outputs
 
 _SHARE = 8
-"""A region may tear one part in so many of what it moves."""
+"""The bytes at torn borders may be 1 / ``_SHARE`` of the bytes that a region moves."""
 _JOINED = torch.ops.aten.cat.default
 
 
 def untorn(graph: Graph, regions: Sequence[Region]) -> list[Region]:
-    """Return the regions to take; leaving one to Inductor may tear the next."""
+    """Return the regions to take. Repeats the test, since a region left to Inductor may tear the next one."""
     taken, waits = list(regions), _Waits(graph)
     while True:
         members = {node for region in taken for node in region.members}
@@ -34,13 +34,13 @@ def untorn(graph: Graph, regions: Sequence[Region]) -> list[Region]:
 
 
 class _Waits:
-    """The nodes that each node waits for through a library's call."""
+    """For each node, the nodes that it waits for through a library call."""
 
     def __init__(self, graph: Graph) -> None:
         self.at = {node: 1 << i for i, node in enumerate(graph.nodes)}
         self.before: dict[Node, int] = {}
         self.before_calls: dict[Node, int] = {}
-        """For each node, as bits: the nodes that calls before it wait for."""
+        """For each node, a bit mask of the nodes that earlier library calls wait for."""
         for node in graph.nodes:
             before = behind = 0
             for source in node.all_input_nodes:
@@ -51,7 +51,7 @@ class _Waits:
             self.before[node], self.before_calls[node] = before, behind
 
     def is_behind(self, reader: Node, region: Region) -> bool:
-        """Say whether ``reader`` waits for a call that waits for the region."""
+        """Return whether ``reader`` waits for a call that waits for the region."""
         return any(self.before_calls[reader] & self.at[node] for node in region.members)
 
 
@@ -70,7 +70,7 @@ def _inputs(region: Region) -> list[Node]:
 
 
 def _is_fused(x: Node, members: Collection[Node]) -> bool:
-    """Say whether only Inductor's loop around it would need a value: nothing else has it written."""
+    """Return whether only Inductor's loops need a value, so that nothing else requires it in memory."""
     while x not in members and kind_of(x) is Kind.VIEW and x.all_input_nodes:
         x = x.all_input_nodes[0]
     if x in members or not _is_loop(x):
@@ -79,7 +79,7 @@ def _is_fused(x: Node, members: Collection[Node]) -> bool:
 
 
 def _torn(x: Node, region: Region, waits: _Waits) -> int:
-    """Return the bytes that writing ``x`` and reading it again costs."""
+    """Return the extra bytes of writing ``x`` and reading it again."""
     outside = [reader for reader in _readers(x) if reader not in region.members]
     if not any(_is_loop(reader) and not waits.is_behind(reader, region) for reader in outside):
         return 0
@@ -92,7 +92,7 @@ def _readers(x: Node) -> Iterator[Node]:
 
 
 def _is_loop(node: Node) -> bool:
-    """Say whether a node is arithmetic, which Inductor computes in the loop of what is around it."""
+    """Return whether a node is arithmetic, which Inductor fuses into the loops around it."""
     return node.op == "call_function" and (kind_of(node) in (Kind.FUSED, Kind.REDUCED) or node.target is _JOINED)
 
 

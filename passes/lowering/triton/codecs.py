@@ -1,4 +1,4 @@
-"""Functions that generated kernels call beside the codec's, and the statistics of what they store."""
+"""Functions that generated kernels call beside the codec's, and the counting of what they store."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def row_any(x, inside):
 """,
     "round_by_table": device.by_table_source,
 }
-"""Functions by name, in the order in which they are printed; or what prints one."""
+"""Source of each function, or a function that prints it; in the order in which they are printed."""
 
 
 @cache
@@ -93,7 +93,7 @@ ROW = TABLE_COLUMNS
 
 
 def thresholds(name: str) -> tuple[str, str]:
-    """Return literals: float bits from which a magnitude overflows, and up to which it underflows."""
+    """Return two literals, as float bits: overflow begins at the first magnitude, underflow ends at the second."""
     over, under = rows.thresholds(format_row(parse(name)))
     return str(over), str(under)
 
@@ -106,4 +106,4 @@ TABLE_THRESHOLDS = (
     f"{_column('largest')} + tl.maximum((1 << {_column('shift')}) >> 1, 1)",
     _column("underflow"),
 )
-"""The same of the format that a row of the table holds."""
+"""The same thresholds for the format in a row of the table."""

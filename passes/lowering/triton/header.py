@@ -1,4 +1,4 @@
-"""The comment at the top of a dumped kernel: what it stands for in the plan, what it reads and writes."""
+"""The comment at the top of a dumped kernel: its part of the plan, its inputs and its outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxprec.plan import Site
 
 
 def header(kernel: Kernel, sites: Sequence[Site]) -> str:
-    """Return comment lines. Names of the user's are quoted: none can end the comment."""
+    """Return comment lines. The user's names are quoted, so that none can end the comment."""
     by_row = {row: sites[row] for row in kernel.sites if row < len(sites)}
     found = {n.meta[GROUP_META] for n in kernel.region.nodes if n.meta.get(GROUP_META) is not None}
     groups = ", ".join(map(str, sorted(found | {site.group for site in by_row.values()}))) or "none"

@@ -12,11 +12,11 @@ from fxprec.passes.lowering.triton.regions import ORIGIN, Region
 from fxprec.passes.lowering.triton.sizes import Size
 
 BLOCK = 1024
-"""Elements a program of a flat kernel works on: 8 a thread."""
+"""Number of elements per program of a flat kernel: 8 per thread."""
 
 
 class Unprintable(Exception):
-    """Raised where the generator cannot print a region. The message says why, and Inductor takes the region."""
+    """Raised if the generator cannot print a region. The message says why; Inductor then keeps the region."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Argument:
     name: str
     node: Node
     dtype: torch.dtype
-    """As the kernel sees it: 8-bit floats are read and written as uint8."""
+    """Dtype in the kernel: 8-bit floats are read and written as uint8."""
     elements: Size
-    """Number of different elements that the kernel touches."""
+    """Number of different elements that the kernel accesses."""
 
     @property
     def pointer(self) -> str:
@@ -55,7 +55,7 @@ POINTERS = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """One region as source, canonical: equal regions have equal sources."""
+    """One region as canonical source: equal regions have equal sources."""
 
     region: Region
     name: str
@@ -63,18 +63,18 @@ class Kernel:
     inputs: tuple[Argument, ...]
     outputs: tuple[Argument, ...]
     sizes: tuple[tuple[str, Size], ...]
-    """Integer parameters that come from shapes."""
+    """Integer parameters that are sizes: name and size."""
     rows: tuple[int, ...]
     """Rows of the scale table: the integer parameters ``row0``, ``row1``, ..."""
     sites: tuple[int, ...]
-    """Rows of what it stores: sites of the plan, and further casts of these."""
+    """Rows of the casts that the kernel stores: sites of the plan, and further casts of these sites."""
     watched: tuple[int, ...]
-    """Rows whose statistics it counts, in the order of their counters."""
+    """Rows for which the kernel counts statistics, in the order of their counters."""
     per_program: int
-    """Elements (flat) or rows (by rows) of a program."""
+    """Elements (flat) or rows (by rows) per program."""
     num_warps: int
     is_exact: bool
-    """Whether the kernel gives the bits of the reference: it has only + - * / and casts, no sum over a row."""
+    """Whether the kernel gives the bits of the reference: it has only + - * / and casts, and no sum over a row."""
     formats: tuple[str, ...]
 
     @property
@@ -94,7 +94,7 @@ class Kernel:
         return sum(a.elements * a.dtype.itemsize for a in (*self.inputs, *self.outputs))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what compiling and launching the source takes, as JSON data. ``bytes`` is text where sizes vary."""
+        """Return the data that compiling and launching needs, as JSON. ``bytes`` is a string if sizes are dynamic."""
         moved = self.bytes_moved
         return {
             "name": self.name,

@@ -1,7 +1,7 @@
-"""Put calls of kernels into the graph, as Inductor knows them of a user's Triton kernel, on outputs that it allocates.
+"""Insert calls of kernels into the graph, in the form of a user's Triton kernel that Inductor knows.
 
-Nothing is allocated and nothing waits in a launch: the outputs are ``empty_strided`` nodes that Inductor plans like
-its own buffers, and all counters of a graph are one zeroed tensor. So CUDA graphs can record it.
+A launch allocates nothing and waits for nothing. The outputs are ``empty_strided`` nodes that Inductor plans like its
+own buffers, and all counters of a graph are one zeroed tensor. So CUDA graphs can record the launch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 class KernelCalls(Protocol):
-    """The node by which this version of torch calls a user's Triton kernel from a graph."""
+    """The node by which the installed torch calls a user's Triton kernel from a graph."""
 
     @property
     def target(self) -> Any:
@@ -33,12 +33,12 @@ class KernelCalls(Protocol):
     def keywords(
         self, source: str, name: str, programs: object, arguments: dict[str, object], written: list[str]
     ) -> dict[str, Any]:
-        """Return the operator's keyword arguments; loads the kernel."""
+        """Load the kernel; return the operator's keyword arguments."""
 
 
 @dataclass
 class Launches:
-    """The calls of one graph, in order; ``watched`` are the rows whose counters they fill."""
+    """The calls of one graph, in order; ``watched`` are the rows whose counters they write."""
 
     graph: Graph
     table: Node | None
@@ -50,7 +50,7 @@ class Launches:
     _zeros: Node | None = None
 
     def add(self, kernel: Kernel) -> None:
-        """Call ``kernel`` where its region stands. Raises `Unprintable` where a size has no node."""
+        """Call ``kernel`` at the position of its region. Raises `Unprintable` if a size has no node."""
         first = kernel.region.nodes[0]
         with self.graph.inserting_before(first):
             near = [n for n in (*(a.node for a in kernel.inputs), *kernel.region.nodes) if _is_tensor(n)]
@@ -77,7 +77,7 @@ class Launches:
         self.made.append((kernel, call))
 
     def finish(self) -> Node | None:
-        """Give the counters their size; return them, if there are any."""
+        """Set the size of the counters; return them, if there are any."""
         if self._zeros is None or self.counters is None:
             return None
         size = len(self.watched) * SITE_COUNTERS
@@ -140,7 +140,7 @@ class Launches:
 
 
 def _plain(number: int) -> int:
-    """Return an odd number from 3 on: compilers make code of their own for 1 and for multiples of 16."""
+    """Encode a number as an odd number from 3 on: compilers specialise code for 1 and for multiples of 16."""
     return 2 * number + 3
 
 

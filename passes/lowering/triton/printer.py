@@ -25,7 +25,7 @@ from fxprec.passes.lowering.triton.table import EXPRESSIONS, INEXACT, OF_BOOLS, 
 
 aten = torch.ops.aten
 _UNROUNDED = frozenset({"clone", "where", "neg", "abs", "relu", "maximum", "minimum", "amax", "amin"})
-_NAMED = 3  # operators that give a kernel its name
+_NAMED = 3  # number of operators in a kernel's name
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Printer(Body):
         return self._named(kernel, [*self.head(), *self.lines])
 
     def _named(self, kernel: Kernel, lines: list[str]) -> Kernel:
-        """Return ``kernel`` with its source, and a name no other source has."""
+        """Return ``kernel`` with its source and a name that no other source has."""
         head = _PREAMBLE + "".join(f"\n\n{self.helpers[name]}" for name in self.helper_order()) + "\n\n"
         if self.num_warps != 4:
             head += f"@triton.autotune(configs=[triton.Config({{}}, num_warps={self.num_warps})], key=[])\n"
@@ -153,7 +153,7 @@ class _Printer(Body):
     def _rounded(
         self, name: str, expression: str, extent: frozenset[str], dtype: torch.dtype, *, skip: bool = False
     ) -> Value:
-        """Assign an expression in float32, rounded where the graph's own dtype is narrower."""
+        """Assign an expression in float32, rounded if the graph's dtype is narrower."""
         if expression.isidentifier() and (skip or dtype in (torch.float32, torch.bool)):
             return Value(expression, extent, dtype)
         if dtype in _ROUNDING and not skip:

@@ -1,8 +1,8 @@
 """Find nodes that become one kernel: maximal connected regions that are computed element by element or row by row.
 
 A region is *flat* (every value has the same number of elements) or *by rows* (some value is a reduction over the last
-dimension; the values of a row stay in one program). Two regions join where that leaves no cycle: no path from one to
-the other through a node outside (that node would have to run in the middle of the kernel).
+dimension; the values of a row stay in one program). Two regions are joined only if no path leads from one to the other
+through a node outside: that node would have to run in the middle of the kernel.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from fxprec.passes.lowering.triton.table import (
 
 aten = torch.ops.aten
 MAX_NODES = 160
-"""Most nodes of a region. The values of more nodes do not fit the registers."""
+"""Most nodes of a region. The values of more nodes do not fit into registers."""
 MAX_COLUMNS = 8192
-"""Elements of a row that one program holds: 16 a thread at 16 warps. Longer rows are left to Inductor."""
+"""Most elements of a row: one program keeps 16 per thread at 16 warps. Inductor keeps longer rows."""
 
 ORIGIN = "fxprec_origin"
-"""Key of ``meta``: the name, before lowering, of the node that a node repeats."""
+"""Key of ``meta``: the name, before lowering, of the node that a node copies."""
 VAR_MEAN = aten.var_mean.correction
 _SHOWING = ops.ALIASES | {aten.view.dtype}
 _CODECS = (QUANTIZE, DEQUANTIZE)
@@ -45,31 +45,31 @@ _SYMBOLIC = (*_CODECS, KEEP_NONFINITE, RESCALE)
 
 @dataclass(eq=False)
 class Region:
-    """Nodes that become one kernel. ``columns`` is the length of a row, None where the region is flat."""
+    """Nodes that become one kernel. ``columns`` is the length of a row, None if the region is flat."""
 
     numel: Size
     columns: int | None = None
     full: set[Node] = field(default_factory=set)
     rows: set[Node] = field(default_factory=set)
-    """Nodes with one element a row."""
+    """Nodes with one element per row."""
     nodes: list[Node] = field(default_factory=list)
-    """All, in the graph's order; filled in at the end."""
+    """All nodes, in the graph's order; set at the end."""
 
     @property
     def members(self) -> set[Node]:
-        """Return all nodes of the region, those with one value a row too."""
+        """Return all nodes of the region, including those with one value per row."""
         return self.full | self.rows
 
     @property
     def has_codec(self) -> bool:
-        """Say whether the region encodes or decodes."""
+        """Return whether the region encodes or decodes."""
         return any(n.target in _CODECS for n in self.members)
 
 
 def find_regions(graph: Graph) -> list[Region]:
     """Return the regions that encode or decode, in an order in which they can run.
 
-    What neither encodes nor decodes, Inductor does as well. Repeats cheap decodes first (`_decode_per_reader`).
+    Other regions are left to Inductor, which computes them as well. First copies cheap decodes (`_decode_per_reader`).
     """
     _decode_per_reader(graph)
     finder = _Finder({n: i for i, n in enumerate(graph.nodes)})
@@ -85,7 +85,7 @@ def find_regions(graph: Graph) -> list[Region]:
 
 
 def is_supported(node: Node) -> bool:
-    """Say whether the generator can print ``node``."""
+    """Return whether the generator can print ``node``."""
     if node.op != "call_function":
         return False
     val = node.meta.get("val")
@@ -117,25 +117,25 @@ def is_supported(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Say whether ``node`` computes nothing."""
+    """Return whether ``node`` computes nothing."""
     return node.target in FLAT_VIEWS or node.target is aten.expand.default or shows_codes(node)
 
 
 def shows_codes(node: Node) -> bool:
-    """Say whether ``node`` shows codes of a byte as they are, perhaps under another dtype."""
+    """Return whether ``node`` views one-byte codes unchanged, perhaps in another dtype."""
     if node.target not in _SHOWING:
         return False
     return tensor_of(node).dtype in BYTES and tensor_of(input_at(node, 0)).dtype in BYTES
 
 
 def constant(node: Node) -> int | float | None:
-    """Return the number that all of a tensor is by construction, which a kernel writes as a literal; or None."""
+    """Return the number that fills a tensor by construction, which a kernel writes as a literal; otherwise None."""
     number = argument(node, 1) if node.target is aten.full.default else None
     return number if isinstance(number, int | float) else None
 
 
 def is_constant(node: Node) -> bool:
-    """Say whether ``node`` is a tensor of one number."""
+    """Return whether ``node`` is a tensor filled with one number."""
     return constant(node) is not None
 
 
@@ -154,7 +154,7 @@ def _reduces_last(node: Node) -> bool:
 
 
 def _decode_per_reader(graph: Graph) -> None:
-    """Give every computing reader of a decoded tensor a decode of its own: codes are cheaper to read than values."""
+    """Give every reader that computes with a decoded tensor its own decode: codes are cheaper to read than values."""
     for x in Dequantize.nodes(graph):
         readers = [u for u in x.users if is_supported(u) and not is_view(u)]
         x.meta.setdefault(ORIGIN, x.name)
@@ -165,14 +165,14 @@ def _decode_per_reader(graph: Graph) -> None:
 
 
 def _decode_where_read(graph: Graph, region_of: dict[Node, Region]) -> None:
-    """Move a decode that only one other region reads into that one: codes are written anyway, and smaller."""
+    """Move a decode that only one other region reads into that region: it reads the codes, which are smaller."""
     for x in Dequantize.nodes(graph):
         readers = {region_of.get(u) for u in x.users}
         if len(readers) != 1 or x not in region_of:
             continue
         (reader,) = readers
         here = region_of[x]
-        # The reader ran after this region before, so it still can.
+        # The reader already ran after this region, so it still can.
         if reader is None or reader is here or reader.numel != here.numel or not _fits(x, reader):
             continue
         here.full.discard(x)
@@ -198,7 +198,7 @@ class _Finder:
                 self._join(node, source)
 
     def join_readers(self, node: Node) -> None:
-        """Join the regions that round and read all of what lies in memory: they read it once then."""
+        """Join the regions that round and read a whole tensor in memory, so that it is read once."""
         if node in self.region_of or not isinstance(node.meta.get("val"), torch.Tensor):
             return
         readers = dict.fromkeys(self.region_of[user] for user in node.users if user in self.region_of)
@@ -213,7 +213,7 @@ class _Finder:
             self._together(theirs, mine, node)
 
     def _together(self, one: Region, other: Region, reader: Node | None = None) -> Region | None:
-        """Make one region of two, the second of which ``reader`` is in; None where it cannot be."""
+        """Join two regions into one; None if they cannot be. ``reader`` is a node of the second region."""
         joined = _joined(one, other)
         if joined is None or len(joined.members) > MAX_NODES:
             return None
@@ -224,9 +224,9 @@ class _Finder:
         return joined
 
     def _has_cycle(self, members: set[Node]) -> bool:
-        """Say whether a node outside reads from ``members`` and is read by them, regions counting as one node."""
-        # Nothing that ends before the members begin can lie between them, so the search stays short. The ancestors in a
-        # networkx graph contracted at each join: 0.32 s for ResNet-50's forward half (2292 nodes), this: 0.024 s.
+        """Return whether a node outside reads ``members`` and is read by them; a region counts as one node."""
+        # A node that ends before the members begin cannot lie between them, so the search stays short: 0.024 s for
+        # ResNet-50's forward half (2292 nodes). Ancestors in a networkx graph contracted at each join took 0.32 s.
         first = min(self.index[n] for n in members)
         todo = [s for n in members for s in n.all_input_nodes if s not in members]
         seen: set[Node] = set()
@@ -248,7 +248,7 @@ class _Finder:
 
 
 def _alone(node: Node) -> Region:
-    """Return the region of one node."""
+    """Return the region of a single node."""
     if node.target is operator.getitem:
         return Region(numel_of(node.meta["val"]), None, {node})
     if node.target in REDUCTIONS or node.target is VAR_MEAN:
@@ -258,7 +258,7 @@ def _alone(node: Node) -> Region:
 
 
 def _joined(a: Region, b: Region) -> Region | None:
-    """Return both as one, or None where their elements do not correspond. No node is checked against its inputs."""
+    """Join two regions if their elements correspond, else return None. Nodes are not checked against their inputs."""
     if a.numel == b.numel:
         columns = b.columns if a.columns is None else a.columns
         if columns is not None and (b.columns or columns) != columns:
@@ -279,7 +279,7 @@ def _row_length(node: Node) -> Size:
 
 
 def _reads_well(region: Region, node: Node) -> bool:
-    """Say whether ``node`` finds each input of the region where its own element or row is."""
+    """Return whether ``node`` reads each input of the region at its own element or row."""
     for source in node.all_input_nodes:
         if source in region.rows and node in region.full:
             wide, narrow = shape_of(node.meta["val"]), shape_of(source.meta["val"])
@@ -293,12 +293,12 @@ def _reads_well(region: Region, node: Node) -> bool:
 
 
 def is_reduction(node: Node) -> bool:
-    """Say whether ``node`` reduces rows."""
+    """Return whether ``node`` reduces rows."""
     return node.target in REDUCTIONS or node.target is VAR_MEAN
 
 
 def outputs(region: Region) -> list[Node]:
-    """Return the nodes whose value must be written: read outside, by the graph's end, or by a view read outside."""
+    """Return the nodes to write: those read outside, returned from the graph, or read outside through a view."""
     members = region.members
     return [n for n in region.nodes if not is_view(n) and n.target is not VAR_MEAN and _is_read_outside(n, members)]
 
@@ -308,7 +308,7 @@ def _is_read_outside(node: Node, members: set[Node]) -> bool:
 
 
 def in_order(graph: Graph, regions: Iterable[Region]) -> list[Region]:
-    """Move nodes so that each region's stand together, and return the regions in that order."""
+    """Move nodes so that the nodes of each region are adjacent, and return the regions in that order."""
     region_of = {n: r for r in regions for n in r.members}
     done: set[Node] = set()
     order: list[Node] = []

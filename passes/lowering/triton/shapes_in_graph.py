@@ -1,4 +1,4 @@
-"""Find or make the nodes of sizes, which a kernel is launched with where a dimension is dynamic."""
+"""Find or make the nodes of dynamic sizes, which kernels are launched with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SizeNodes:
     tensors: list[Node] = field(default_factory=list)
 
     def learn(self, node: Node) -> None:
-        """Note what ``node`` tells about sizes: it stands before all who ask."""
+        """Note the sizes that ``node`` gives. It must precede all nodes that use them."""
         val = node.meta.get("val")
         if isinstance(val, torch.SymInt):
             self.found.setdefault(size_of(val), node)
@@ -56,7 +56,7 @@ class SizeNodes:
         raise Unprintable(f"no tensor has the size {size}")
 
     def programs(self, size: Size, per_program: int, near: list[Node]) -> int | Node:
-        """Return how many programs ``size`` elements take, at least 1."""
+        """Return the number of programs for ``size`` elements, at least 1."""
         found = self.of(size, near)
         if isinstance(found, int):
             return max(1, -(-found // per_program))

@@ -1,4 +1,4 @@
-"""Sizes as expressions: ints, or sympy expressions where a dimension is dynamic. Comparing them adds no guard."""
+"""Sizes as ints, or as sympy expressions if a dimension is dynamic. Comparing them adds no guard."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def strides_of(val: torch.Tensor) -> tuple[Size, ...]:
 
 
 def numel_of(val: torch.Tensor) -> Size:
-    """Return the number of elements, an expression of symbols where a size is dynamic."""
+    """Return the number of elements, as an expression if a size is dynamic."""
     return product(shape_of(val))
 
 
 def product(sizes: Sequence[Size]) -> Size:
-    """Return the product of sizes, an int where no symbol is left."""
+    """Return the product of sizes, as an int if it has no symbols."""
     found = math.prod(sizes)
     return int(found) if isinstance(found, sympy.Integer) else found
 
 
 def aligned(shape: Sequence[Size], strides: Sequence[Size], to: Sequence[Size]) -> tuple[Size, ...] | None:
-    """Return the strides with which a tensor is read as if expanded to ``to``; None where it cannot be."""
+    """Return the strides with which a tensor is read as if expanded to ``to``; None if it cannot be expanded."""
     missing = len(to) - len(shape)
     if missing < 0:
         extra = shape[:-missing]
@@ -61,7 +61,7 @@ def aligned(shape: Sequence[Size], strides: Sequence[Size], to: Sequence[Size]) 
 
 
 def coalesced(shape: Sequence[Size], strides: Sequence[Size]) -> list[tuple[Size, Size]]:
-    """Return (size, stride) from the outermost to the innermost dimension, neighbours joined where one stride does."""
+    """Return (size, stride) from the outermost dimension inwards; dimensions that one stride covers are joined."""
     found: list[tuple[Size, Size]] = []
     for size, stride in zip(shape, strides, strict=True):
         if size == 1:

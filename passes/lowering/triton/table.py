@@ -1,7 +1,7 @@
-"""ATen operators as Triton expressions: all that the generator can print. Data only.
+"""ATen operators as Triton expressions: everything that the generator can print. Data only.
 
-Every value is float32 or bool inside a kernel. Products are rounded before they are added to anything, divisions and
-square roots are the correctly rounded ones; NaN goes through every comparison as in ATen.
+Every value is float32 or bool inside a kernel. Products are rounded before anything is added to them. Divisions and
+square roots are rounded correctly. Comparisons treat NaN as ATen does.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ POWERS: Mapping[object, str] = {
 """``aten.pow.Tensor_Scalar`` by exponent; others are left to Inductor."""
 
 OF_BOOLS: Mapping[str, str] = {"aten.mul.Tensor": "{0} & {1}", "aten.add.Tensor": "{0} | {1}"}
-"""Operators that mean something else where both arguments are bool."""
+"""Operators with another meaning if both arguments are bool."""
 
 INEXACT = frozenset({"exp", "exp2", "log", "log2", "erf", "sin", "cos", "sigmoid", "tanh", "sqrt", "rsqrt", "pow"})
-"""Functions that ATen does not round correctly on every device; square roots are, here."""
+"""Functions that ATen does not round correctly on every device; here square roots are rounded correctly."""
 
 REDUCTIONS = frozenset({aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.any.dims})
-"""Reductions of the last dimension that give one value. `aten.var_mean.correction` gives two and is no part of them."""
+"""Reductions of the last dimension with one result. `aten.var_mean.correction` has two and is not included."""
 
 FLAT_VIEWS = moving_as(Moves.SHAPE, Moves.RANK, Moves.ALIAS)
-"""Views that keep elements in row-major order: inside a kernel they are nothing at all."""
+"""Views that keep elements in row-major order; a kernel emits no code for them."""
 
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 VALUES = FLOATS | {torch.bool}
