@@ -1,1 +1,1 @@
-"""Look into a compiled graph: dump folders, comparison and explanation of plans, the HTML report."""
+"""Inspect compiled graphs: dump folders, comparison of plans and of runs, the HTML report."""

@@ -12,7 +12,7 @@ from fxprec.plan.lines import one_line, place
 
 _VERSIONS = {"fxprec", "torch", "schema"}
 _TABLES = ("gemms", "groups", "sites")
-_SAID = {"format", "saved_as", "promoted_at", "why", "unread"}  # of a site; those have a line of their own
+_SAID = {"format", "saved_as", "promoted_at", "why", "unread"}  # fields of a site that are reported in another line
 _SHOWN = 20
 _Row = dict[str, Any]
 _NAMES: dict[str, Callable[[_Row], str]] = {
@@ -24,7 +24,7 @@ _NAMES: dict[str, Callable[[_Row], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One site whose format differs. ``bytes``: how many more its tensor takes in the second plan."""
+    """One site whose format differs. ``bytes``: how many more bytes its tensor takes in the second plan."""
 
     before: Site
     after: Site
@@ -33,7 +33,7 @@ class Move:
 
 
 def moves(a: Plan, b: Plan) -> list[Move]:
-    """Return the sites of both plans whose formats differ, matched by tensor and kind, in the first plan's order."""
+    """Return the sites whose formats differ, matched by tensor and kind, in the first plan's order."""
     there = {(s.tensor, s.kind): s for s in b.sites}
     found = []
     for site in a.sites:
@@ -44,7 +44,7 @@ def moves(a: Plan, b: Plan) -> list[Move]:
 
 
 def differences(a: Plan, b: Plan) -> Iterator[str]:
-    """Yield one line for each difference, without the versions that wrote the plans."""
+    """Yield one line for each difference, except the versions that wrote the plans."""
     ours, theirs = a.to_dict(), b.to_dict()
     for name in ours:
         if name not in (*_TABLES, *_VERSIONS, "saved") and ours[name] != theirs[name]:
@@ -64,7 +64,7 @@ def differences(a: Plan, b: Plan) -> Iterator[str]:
 
 
 def data(a: Plan, b: Plan) -> dict[str, Any]:
-    """Return the tensors that moved as rows, ``bytes`` as in `Move`, and all lines of `differences`."""
+    """Return the tensors whose format differs as rows, ``bytes`` as in `Move`, and all lines of `differences`."""
     rows = [
         {name: getattr(move.before, name) for name in ("tensor", "kind", "module", "source", "group")}
         | {"before": move.before.stored_as, "after": move.after.stored_as, "bytes": move.bytes, "why": move.why}
@@ -74,11 +74,11 @@ def data(a: Plan, b: Plan) -> dict[str, Any]:
 
 
 def _changed_rows(table: str, ours: list[_Row], theirs: list[_Row]) -> Iterator[str]:
-    """Yield a line for each of the first `_SHOWN` rows that differ in fields not named yet."""
+    """Yield a line for each of the first `_SHOWN` rows that differ in fields not reported yet."""
     said = set(_SAID) if table == "sites" else set()
     if len(ours) != len(theirs):
         yield f"{table}: {len(ours)} -> {len(theirs)}"
-        said.add("id")  # they follow from what is new
+        said.add("id")  # ids shift with every new row
     name, there = _NAMES[table], {_NAMES[table](row): row for row in theirs}
     lines = []
     for row in ours:

@@ -1,4 +1,4 @@
-"""Write two runs as one self-contained page in the report's style: nothing fetched, every name inserted as text."""
+"""Write the comparison of two runs as one self-contained page: it fetches nothing and inserts every name as text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from fxprec.report.streams import Comparison, Pair
 
 SCRIPTS = ("dom.js", "charts.js", "tables.js", "compare.js")
-MAX_POINTS = 60_000  # of all tensors together
-_SHOWN = 200  # names that are in one run alone
+MAX_POINTS = 60_000  # for all tensors together
+_SHOWN = 200  # names that only one run has
 
 
 def page(found: Comparison) -> str:
-    """Return the page: the same comparison gives the same bytes."""
+    """Return the page; the same comparison gives the same bytes."""
     title = html.escape(f"{found.first} and {found.second}")
     return framed("compare.html", "fxprec compare", {"title": title}, SCRIPTS, page_data(found), styles=["compare.css"])
 
@@ -72,7 +72,7 @@ def _amax(track: Track, step: int) -> float:
 
 
 def _hashes(pair: Pair, steps: Sequence[int]) -> list[list[str | None]]:
-    """Return the hashes of both runs by step, as far as they are known; empty without any."""
+    """Return the hashes of both runs by step, None for a step without one; empty if a run has none."""
     runs: list[Mapping[int, Any]] = [pair.ours.dumps, pair.theirs.dumps]
     if not all(runs):
         return []

@@ -14,7 +14,7 @@ _SHOWN = 12
 
 
 def text(found: Comparison) -> str:
-    """Return where two runs part first, and the tensors that do."""
+    """Return a text that says where two runs first differ, and which tensors differ."""
     lines = [f"{len(found.pairs)} tensors in both, {len(found.steps)} steps"]
     for where, names in (("first", found.only_first), ("second", found.only_second)):
         if names:
@@ -38,7 +38,7 @@ def text(found: Comparison) -> str:
 
 
 def where(half: Half) -> str:
-    """Return a half in words."""
+    """Return a half as a phrase."""
     return {
         "update": "in the weights that the update before it made",
         "forward": "in forward",
@@ -47,7 +47,7 @@ def where(half: Half) -> str:
 
 
 def first_of(pair: Pair) -> str:
-    """Return where a pair is, in words."""
+    """Return the place of a pair as a phrase."""
     t = pair.ours
     return f"{where(pair.half)}: {one_line(named(t.tensor, t.module, t.source))}"
 

@@ -1,4 +1,4 @@
-"""Predict other ratios from the plan alone: elements low, bytes saved for backward, rounding error."""
+"""Predict other low ratios from the plan alone: low elements, bytes saved for backward, rounding error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxprec.plan import Group, Plan
 
 RATIOS = tuple(i / 10 for i in range(1, 11))
 KINDS = ("output", "param", "grad_output", "grad_param")
-# Mean of 1/x**2 over [1, 2) for log-uniform x: what a uniform error of variance ulp**2 / 12 is relative to the value.
+# Mean of 1/x**2 over [1, 2) for log-uniform x; with it, a uniform error of variance ulp**2 / 12 becomes relative.
 _MEAN_INVERSE_SQUARE = 3 / (8 * math.log(2))
 
 
@@ -23,13 +23,13 @@ class Point:
     groups: int
     """Number of groups that are low."""
     reached: float
-    """Share of all elements held low."""
+    """Share of all elements that are low."""
     saved_bytes: int | None
-    """Saved for backward, or None where the plan does not say."""
+    """Bytes saved for backward; None if the plan does not record them."""
     error: float
     """Relative rounding error of a stored element, root mean square over all elements (`rounding_error`)."""
     damage: float | None
-    """Measured loss added, to first order; None where nothing was measured."""
+    """Measured increase of the loss, to first order; None if nothing was measured."""
 
 
 def by_group(plan: Plan, damage: Sequence[float] | None = None) -> list[Point]:
@@ -55,14 +55,14 @@ def by_group(plan: Plan, damage: Sequence[float] | None = None) -> list[Point]:
 
 
 def by_ratio(points: Sequence[Point]) -> list[Point]:
-    """Return the first point that reaches each ratio 0.1, 0.2, ... 1; the last where none does."""
+    """Return the first point that reaches each ratio 0.1, 0.2, ... 1; the last point if none does."""
     return [next((p for p in points if p.reached >= ratio - 1e-12), points[-1]) for ratio in RATIOS]
 
 
 def rounding_error(fmt: Format) -> float:
     """Return the relative error of rounding to nearest, root mean square over log-uniform values in range.
 
-    Overflow and underflow are left out: they depend on the values, which a plan does not know.
+    Overflow and underflow are not included: they depend on the values, which a plan does not know.
     """
     return math.sqrt(_MEAN_INVERSE_SQUARE / 12) * 2.0**-fmt.mantissa_bits
 

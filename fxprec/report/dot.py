@@ -1,4 +1,4 @@
-"""The drawing as a Graphviz file: groups as clusters, nodes coloured by the width of their format."""
+"""The drawing as a Graphviz file: groups are clusters, nodes are coloured by the width of their format."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from fxprec.numerics.blocks import find
 from fxprec.plan import Plan
 from fxprec.report.drawing import Drawing, DrawnNode
 
-# Fill by bits at most, as in report.html.
+# Fill colours by the largest number of bits, as in report.html.
 _FILLS = ((8, "#dcebf8"), (16, "#fdf0d2"), (32, "#f9ddd2"))
 _NO_FORMAT = "#eef0f3"
 
 
 def dot_text(plan: Plan, drawing: Drawing, title: str) -> str:
-    """Return the graph in the DOT language, the same bytes for the same graph; ``dot -Tsvg`` draws it."""
+    """Return the graph in the DOT language, which ``dot -Tsvg`` draws; the same graph gives the same bytes."""
     return "\n".join([f"digraph {_quoted(title)} {{", *_lines(plan, drawing), "}"]) + "\n"
 
 
@@ -49,6 +49,6 @@ def _fill(formats: list[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote for DOT: backslashes and quotation marks escaped; a new line becomes its escape."""
+    """Quote a text for DOT: escape backslashes, quotation marks and new lines."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return '"' + "".join(c if c.isprintable() else " " for c in escaped) + '"'

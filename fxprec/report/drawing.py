@@ -36,32 +36,32 @@ class DrawnNode:
     module: str
     source: str
     value: str
-    """``"float32 8 x 4"``, or ``""`` where the node holds no tensor."""
+    """``"float32 8 x 4"``, or ``""`` if the node's value is no tensor."""
     elements: int
     saved: bool
-    """A counted forward tensor that backward reads."""
+    """Whether the node is a counted forward tensor that backward reads."""
     sites: tuple[int, ...]
-    """Sites of the plan that store this value; a gradient has one for each value it is the gradient of."""
+    """Sites of the plan that store this value; a gradient has a site for each value that it is the gradient of."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """Nodes in execution order, edges as pairs of positions in ``nodes``."""
+    """The nodes in execution order, and the edges as pairs of positions in ``nodes``."""
 
     nodes: tuple[DrawnNode, ...]
     edges: tuple[tuple[int, int], ...]
     gemms: tuple[GemmCost | None, ...]
     """The cost of each GEMM of the plan."""
     damage: tuple[float, ...] | None = None
-    """Measured loss from holding a group low, by group; policy ``exact`` only."""
+    """Measured increase of the loss if a group is low, by group; only for policy ``exact``."""
 
     @classmethod
     def of(cls, work: Work) -> Drawing:
-        """Draw a graph whose casts are in place and whose plan is written."""
+        """Draw a graph whose casts are inserted and whose plan is written."""
         return _Walk(work).run(work.plan)
 
     def save(self, path: Path) -> None:
-        """Write a node a line, the same bytes for the same graph. Raises OSError."""
+        """Write one node per line; the same graph gives the same bytes. Raises OSError."""
         rows = ",\n".join(f"  {json.dumps([_plain(n, f.name) for f in fields(n)])}" for n in self.nodes)
         rest = {"edges": self.edges, "gemms": [g and asdict(g) for g in self.gemms], "damage": self.damage}
         tail = ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in rest.items())
@@ -69,7 +69,7 @@ class Drawing:
 
     @classmethod
     def load(cls, path: Path, plan: Plan) -> Drawing | None:
-        """Read a drawing of ``plan``; None where there is none. Raises `PlanError` for one that is not whole."""
+        """Read a drawing of ``plan``; None if there is no file. Raises `PlanError` for a file that is not whole."""
         try:
             if not path.exists():
                 return None
@@ -87,7 +87,7 @@ def _plain(node: DrawnNode, name: str) -> Any:
 
 
 class _Walk:
-    """Contracts what the passes inserted: each such node stands for the value it was made from."""
+    """Removes the nodes that passes inserted: each stands for the value that it was made from."""
 
     def __init__(self, work: Work) -> None:
         self.work, self.grouped, self.operators = work, work.grouped, work.operators
@@ -107,7 +107,7 @@ class _Walk:
         )
         for node in kept:
             self.group_of[node] = self._group(node, plan)
-        for node, i in index.items():  # what the model reads first belongs where it is read
+        for node, i in index.items():  # an input belongs to the group that reads it first
             if node.op == "placeholder" and node not in self.grouped.values:
                 readers = [self.group_of[u] for u in node.users if u in index]
                 self.group_of[node] = min(readers, default=self.group_of[kept[max(i - 1, 0)]])
@@ -135,13 +135,13 @@ class _Walk:
         further = {} if self.work.scales is None else self.work.scales.site_of
         row = Quantize.of(cast).row
         site = further.get(row, row)
-        if not self.work.settings.is_simulated:  # a copy of the value less its mean stands for the value
+        if not self.work.settings.is_simulated:  # a copy of the value minus its mean stands for the value
             origin = book.values.get(site, origin)
         if 0 <= site < len(book.sites) and site not in self.sites[origin]:
             self.sites[origin].append(site)
 
     def _note_uncast(self, drawn: Container[Node]) -> None:
-        """Note the sites whose cast went away: nobody would read another copy of the value (compute-high)."""
+        """Note the sites whose cast was removed because nothing else would read the copy (compute-high)."""
         noted = {site for sites in self.sites.values() for site in sites}
         for site, node in self.work.book.values.items():
             if site not in noted and node in drawn:

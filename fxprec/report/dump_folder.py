@@ -17,14 +17,14 @@ _claimed: Counter[Path] = Counter()
 
 
 class DumpFolder:
-    """The dumps of one backend: ``DIR/graph-0``, ...; a process's next backend takes ``DIR/model-1``."""
+    """The dumps of one backend: ``DIR/graph-0``, ...; the next backend of the process takes ``DIR/model-1``."""
 
     def __init__(self, path: Path, *, plan_only: bool = False) -> None:
         self.path, self.plan_only = path, plan_only
 
     @classmethod
     def of(cls, config: Config) -> DumpFolder | None:
-        """Return the folder that ``config.dump``, ``FXPREC_DUMP`` or ``TORCH_COMPILE_DEBUG=1`` means, or None."""
+        """Return the folder that ``config.dump``, ``FXPREC_DUMP`` or ``TORCH_COMPILE_DEBUG=1`` selects, or None."""
         path = config.dump or os.environ.get(VARIABLE)
         if not path and (debug := compat.debug_folder()):
             path = os.path.join(debug, "fxprec")
@@ -32,7 +32,7 @@ class DumpFolder:
 
     @cached_property
     def root(self) -> Path:
-        """Claim the folder at the first graph, so that a backend which compiles nothing takes no name; return it."""
+        """Claim the folder at the first graph and return it, so that a backend that compiles nothing takes no name."""
         root = self.path
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             root = root / f"rank-{torch.distributed.get_rank()}"
@@ -46,5 +46,5 @@ class DumpFolder:
         return any(self.root.glob("graph-*/plan.json"))
 
     def forget(self) -> None:
-        """Let this process use the folder once more: for a command that starts it anew."""
+        """Let this process use the folder again, for a command that starts the dump anew."""
         _claimed.pop(self.path.resolve(), None)

@@ -17,15 +17,15 @@ class GemmCost:
     """Cost of one forward GEMM."""
 
     flops: int | None
-    """Two per multiply-add; None in some files of earlier versions."""
+    """Operations, two per multiply-add; None in some files of earlier versions."""
     operands: tuple[tuple[int, int], ...]
-    """(position of the node in the drawing, elements read)."""
+    """For each operand, the position of its node in the drawing and the elements read."""
     result: int
     """Elements written."""
 
 
 def cost_of(node: Node, index: Mapping[Node, int]) -> GemmCost:
-    """Return the cost of a GEMM node; its operands are looked up in ``index``, casts and views followed back."""
+    """Return the cost of a GEMM node. Its operands are looked up in ``index``, behind casts and views."""
     operands = []
     for factor in factors_of(node):
         val = value(factor)

@@ -1,4 +1,4 @@
-"""The dump of one graph: for each compiled graph one text per pass, the plan, and statistics while training runs."""
+"""The dump of one graph: one text per pass, the plan, and statistics while training runs."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from fxprec.report.tensors import FOLDER as TENSOR_FILES
 from fxprec.report.tensors import Dumped, TensorFolder
 from fxprec.runtime.controller import Controller
 
-THIN_AFTER = 20_000  # lines of stats.jsonl; after each so many, half as many steps are recorded
+THIN_AFTER = 20_000  # lines of stats.jsonl; each time so many are written, half as many steps are recorded
 
-WHOLE = ("plan.json", GRAPH, "report.html")  # written once a compilation has come so far
+WHOLE = ("plan.json", GRAPH, "report.html")  # files that are written once a compilation has come far enough
 
 
 class Planned(Exception):
-    """Raised to end a compilation once its plan is made, where only the plan is wanted."""
+    """Raised to end a compilation once its plan is made, if only the plan is needed."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _spares_training(write: F) -> F:
-    """Let a write that fails once training has begun end the dump, and not the training."""
+    """Let a failed write end the dump instead of the training, once training has begun."""
 
     @wraps(write)
     def spared(dump: GraphDump, *args: object, **kwargs: object) -> Any:
@@ -61,8 +61,8 @@ def _spares_training(write: F) -> F:
 class GraphDump:
     """The sub-folder of one graph.
 
-    A write raises `ConfigError` where the folder cannot be written. Once training has begun (`tell` is set) the dump is
-    given up instead: a full disk ends no run.
+    A write raises `ConfigError` if the folder cannot be written. Once training has begun (`tell` is set), a failed
+    write ends the dump instead, so that a full disk does not end the run.
     """
 
     def __init__(self, folder: DumpFolder, index: int) -> None:
@@ -80,17 +80,17 @@ class GraphDump:
 
     @property
     def plan_only(self) -> bool:
-        """Say whether only the plan is wanted, because the machine is not the one that is planned for."""
+        """Return whether only the plan is needed, because it is made for another machine than this one."""
         return self._folder.plan_only
 
     @property
     def looks_on(self) -> bool:
-        """Say whether texts of passes and other budgets are wanted too."""
+        """Return whether texts of passes and plans for other budgets are needed too."""
         return True
 
     @_spares_training
     def start(self) -> None:
-        """Make the folder, and remove the files that an earlier run, perhaps of more passes, left there."""
+        """Create the folder, and remove files of an earlier run, which may have had more passes."""
         self._drawing = None
         with _writable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -104,20 +104,20 @@ class GraphDump:
 
     @_spares_training
     def write_text(self, number: str, text: str) -> None:
-        """Write the text of one pass, ``number`` being such as ``05-insert-casts``."""
+        """Write the text of one pass; ``number`` is for instance ``05-insert-casts``."""
         with _writable(self.path):
             (self.path / f"{number}.txt").write_text(text, encoding="utf-8")
 
     @_spares_training
     def draw(self, work: Work) -> None:
-        """Write ``graph.json`` once the plan is known: later passes insert nodes that nobody asked to see."""
+        """Write ``graph.json`` once the plan is known, without the nodes that later passes insert."""
         if work.has("plan") and self._drawing is None:
             self._drawing = Drawing.of(work)
             with _writable(self.path):
                 self._drawing.save(self.path / GRAPH)
 
     def finish(self, plan: Plan) -> None:
-        """Write the plan. Raises `Planned` where no more than that is wanted."""
+        """Write the plan. Raises `Planned` if nothing else is needed."""
         self.write_plan(plan)
         if self.plan_only:
             raise Planned
@@ -131,7 +131,7 @@ class GraphDump:
 
     @_spares_training
     def write_kernels(self, kernels: Sequence[Kernel], plan: Plan, half: str) -> None:
-        """Write the generated kernels of one half: a source each, with a header, and their launch arguments."""
+        """Write the generated kernels of one half: one source file each, with a header, and their launch arguments."""
         folder = self.path / "kernels"
         index = []
         with _writable(folder):
@@ -148,7 +148,7 @@ class GraphDump:
 
     @_spares_training
     def write_tensors(self, step: int, half: str, tensors: Sequence[Dumped], limit: int) -> tuple[str, ...]:
-        """Write tensors of one half of a step; return the names of those beyond ``limit``, bytes over all steps."""
+        """Write tensors of one half of a step; return the names of those beyond ``limit`` bytes over all steps."""
         self._tensors = self._tensors or TensorFolder(self.path, limit)
         with _writable(self.path):
             return self._tensors.write(step, half, tensors)
@@ -157,7 +157,7 @@ class GraphDump:
     def write_stats(self, controller: Controller, *, step: int | None = None) -> None:
         """Append a line for each site whose statistics have arrived since the last call.
 
-        ``step`` is the step they are of; left out, the one before the controller's.
+        ``step`` is the step of the statistics; by default the step before the controller's.
         """
         step = controller.step - 1 if step is None else step
         if step % (1 << self._lines // THIN_AFTER):

@@ -1,8 +1,8 @@
-"""Estimate a plan's training step on a GPU: seconds and bytes at the peak, beside bfloat16 autocast.
+"""Estimate a plan's training step on a GPU, seconds and peak bytes, beside bfloat16 autocast.
 
-The model is rough: it says whether low precision is worth it before anything is trained. GEMMs run at the rates of
-`fxprec.passes.analysis.gemm_costs`. All else runs at the speed of memory, with one read and one write of each tensor
-that a GEMM reads or writes. `python -m benchmarks.gpu.roofline` counts the code that Inductor really writes.
+The model is rough: it estimates before any training whether low precision is worth it. GEMMs run at the rates of
+`fxprec.passes.analysis.gemm_costs`. Everything else runs at memory speed, with one read and one write of each tensor
+that a GEMM reads or writes. `python -m benchmarks.gpu.roofline` counts the code that Inductor really generates.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fxprec.passes.weigh_gemms import weigh
 from fxprec.plan import Gemm, Plan, Site
 
 _HIGH, _WIDE = 2, 4  # bytes of bfloat16, and of a parameter and its gradient
-_FP8_SIZES = 16  # what the sizes of a native GEMM are multiples of
+_FP8_SIZES = 16  # the sizes of a native GEMM are multiples of it
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A GEMM with a weight, (rows, inner) times (inner, columns), and its backward; or attention."""
+    """A GEMM with a weight, (rows, inner) times (inner, columns), with its backward; or attention."""
 
     module: str
     rows: int
@@ -39,13 +39,13 @@ class Layer:
         return 0 if self.flops else self.inner * self.columns
 
     def high_seconds(self, costs: Costs) -> float:
-        """Return the seconds of all its GEMMs in bfloat16."""
+        """Return the seconds of all GEMMs of the layer in bfloat16."""
         if self.flops:
             return 3.5 * self.flops / costs.bf16_flop_per_s + 2 * costs.launch_s
         return sum(costs.product(*sizes, costs.bf16_flop_per_s, _HIGH) + costs.launch_s for sizes in self._sizes())
 
     def low_seconds(self, costs: Costs, *, backward: bool) -> float:
-        """Return the seconds of its GEMMs over fp8 codes, the forward one alone or all."""
+        """Return the seconds of the layer's GEMMs with fp8 codes in forward, and if ``backward`` in backward."""
         if self.flops or costs.fp8_flop_per_s is None or self.inner % _FP8_SIZES or self.columns % _FP8_SIZES:
             return self.high_seconds(costs)
         rates = [costs.fp8_flop_per_s, *[costs.fp8_flop_per_s if backward else costs.bf16_flop_per_s] * 2]
@@ -54,7 +54,7 @@ class Layer:
         return sum(costs.product(*mnk, rate, size) + costs.launch_s for mnk, rate, size in sizes)
 
     def pays(self, costs: Costs) -> bool:
-        """Say whether multiplying codes pays, the transposed copies counted."""
+        """Return whether multiplying codes pays, including the transposed copies."""
         if self.flops or costs.fp8_flop_per_s is None or self.inner % _FP8_SIZES or self.columns % _FP8_SIZES:
             return False
         x, dy = self.rows * self.inner, self.rows * self.columns
@@ -83,18 +83,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Steps of one plan on one GPU, autocast first; ``layers`` has (layer, pays)."""
+    """Steps of one plan on one GPU, autocast first. ``layers`` has pairs: a layer, and whether codes pay in it."""
 
     gpu: str
     source: str
     layers: tuple[tuple[Layer, bool], ...]
     steps: tuple[Step, ...]
     left_out: int
-    """GEMMs that the plan does not describe well enough: products of activations."""
+    """Number of GEMMs that the plan does not describe well enough: products of activations."""
 
 
 def predict(plan: Plan, gpu: Gpu, ratios: Sequence[float] = (0.5,)) -> Prediction:
-    """Predict the plan as it is, and with these shares of its elements low. Sizes are those it was traced with."""
+    """Predict a step of the plan, and of plans with these shares of elements low. Sizes are those of the trace."""
     costs, layers = costs_of(gpu), list(layers_of(plan))
     paying = {layer for layer in layers if layer.pays(costs)}
     step = _Model(plan, costs, layers, paying)
@@ -127,7 +127,7 @@ def _layer(gemm: Gemm, out: Site, weight: Sequence[int], groups: tuple[int, int]
 
 
 def _sizes(site: Site) -> list[int]:
-    """Return a shape's sizes; a dynamic size is the elements divided by the other sizes."""
+    """Return a shape's sizes; a dynamic size is the number of elements divided by the other sizes."""
     words = site.shape.split(" x ")
     known = [int(word) for word in words if word.isdecimal()]
     rest = site.elements // max(prod(known), 1)
@@ -135,7 +135,7 @@ def _sizes(site: Site) -> list[int]:
 
 
 def _low_at(plan: Plan, ratio: float) -> set[int]:
-    """Return the groups that the plan's policy makes low first, until they are this share of all elements."""
+    """Return the groups that the plan's policy makes low first, up to this share of all elements."""
     low, total = set(), 0
     for group in sorted(plan.groups, key=lambda g: g.order):
         if total >= ratio * plan.total_elements:
@@ -160,7 +160,7 @@ class _Model:
         return Step("bf16 autocast", seconds + moved / self.costs.bytes_per_s, saved + self._temporary())
 
     def with_low(self, name: str, low: Collection[int]) -> Step:
-        """Predict the step where these groups are low."""
+        """Predict the step in which these groups are low."""
         seconds, moved, names = 0.0, float(self._activation_bytes()), []
         for layer in self.layers:
             before, after = (group in low for group in layer.groups)
@@ -192,7 +192,7 @@ class _Model:
                 yield site
 
     def _activation_bytes(self) -> int:
-        """Return the bytes of values and gradients between GEMMs: written, or read, once outside them in each half."""
+        """Return the bytes of values and gradients between GEMMs, each written or read once per half outside them."""
         made_by_gemms = {gemm.node for gemm in self.plan.gemms}
         saved = {site.id for site in self._saved()}
         sites = [site for site in self.plan.sites if site.kind == "output"]
@@ -203,7 +203,7 @@ class _Model:
         )
 
     def _temporary(self) -> int:
-        """Return the bytes of backward's widest gradient and of its GEMM's result."""
+        """Return the bytes of backward's widest gradient and its GEMM's result."""
         return max((layer.rows * (layer.columns + layer.inner) * _HIGH for layer in self.layers), default=0)
 
 

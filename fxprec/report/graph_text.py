@@ -1,4 +1,4 @@
-"""One joint graph as text: a line per node, the same bytes for the same graph."""
+"""One joint graph as text: a line per node; the same graph gives the same bytes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fxprec.plan.lines import one_line
 
 
 def graph_text(work: Work, title: str, changed: Mapping[str, tuple[int, int]]) -> str:
-    """Return the graph under a title and the operator counts that ``changed`` (before, after).
+    """Return the graph under a title and the operator counts in ``changed`` (before, after).
 
-    A node's line: half (``f`` or ``b``), name, operator and arguments, dtype and shape, then after ``#`` its group,
-    site (also its row of the scale table) and format, who reads it where not all do, module and source line, as far as
-    the passes know them yet.
+    A node's line has the half (``f`` or ``b``), name, operator and arguments, dtype and shape. After ``#`` come, as far
+    as the passes know them yet, its group, its site (also its row of the scale table), its format, its readers if not
+    all read it, its module and its source line.
     """
     head = [f"# {title}", f"# {len(work.joint.graph.nodes)} nodes"]
     head += [f"# {name}: {before} -> {after}" for name, (before, after) in changed.items()]

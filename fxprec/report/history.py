@@ -1,4 +1,4 @@
-"""Read ``stats.jsonl`` as series for drawing: few enough points for a page, whatever the file's length."""
+"""Read ``stats.jsonl`` as series for drawing, thinned to few enough points for a page."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from fxprec.report.load import json_lines
 
 FILE = "stats.jsonl"
-MAX_POINTS = 40_000  # of all rows together: about 1.5 MB in the page
+MAX_POINTS = 40_000  # for all rows together: about 1.5 MB in the page
 _LONGEST = 200  # points of one row
 
 
 def read_history(path: Path, sites: int) -> list[dict[str, Any]]:
     """Return one series per cast (row): site, steps, log2 of amax, overflow and underflow ratios, scale exponents.
 
-    An empty list where there is no file. A last line that training has not finished writing is left out. Raises
+    The list is empty if there is no file. A last line that training has not finished writing is skipped. Raises
     `PlanError` for any other line that `GraphDump.write_stats` cannot have written.
     """
     found: dict[int, list[dict[str, Any]]] = {}
@@ -28,7 +28,7 @@ def read_history(path: Path, sites: int) -> list[dict[str, Any]]:
 
 
 def rows_of(path: Path, sites: int) -> Iterator[dict[str, Any]]:
-    """Return the lines of a file, checked; none where there is no file. Raises `PlanError` as `read_history`."""
+    """Return the checked lines of a file; none if there is no file. Raises `PlanError` as `read_history`."""
 
     def checked(row: dict[str, Any]) -> dict[str, Any]:
         if type(row["row"]) is not int or type(row["step"]) is not int or not 0 <= row["site"] < sites:

@@ -1,4 +1,4 @@
-"""``report.html``: a plan as one self-contained page, nothing fetched, every name inserted as text."""
+"""``report.html``: a plan as one self-contained page that fetches nothing and inserts every name as text."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ SCRIPTS = (
 def write_report(plan: Plan, folder: Path, *, title: str, drawing: Drawing | None = None) -> Path:
     """Write ``report.html`` into a dump folder, with the graph and the statistics found there; return its path.
 
-    The page's title is the model's class, with ``title`` beside it, and the recipe. ``drawing`` spares reading the
-    graph again. Raises OSError, and `PlanError` for a file there that is not whole.
+    The page's title is the model's class with ``title`` beside it, and the recipe. Pass ``drawing`` to avoid reading
+    the graph again. Raises OSError, and `PlanError` for a file there that is not whole.
     """
     drawing = drawing or Drawing.load(folder / FILE, plan)
     history = read_history(folder / STATS, len(plan.sites))
@@ -54,7 +54,7 @@ def report_html(
     history: Sequence[Mapping[str, Any]] = (),
     dumped: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """Return the page: the same arguments give the same bytes."""
+    """Return the page; the same arguments give the same bytes."""
     values = page_data(plan, title, drawing, history) | {"dumped": list(dumped)}
     return framed("page.html", "fxprec", {"title": html.escape(title)}, SCRIPTS, values)
 
@@ -68,9 +68,9 @@ def framed(
     *,
     styles: Sequence[str] = (),
 ) -> str:
-    """Return a page of this folder in the frame of all: ``body`` with each ``{{name}}`` replaced by a text.
+    """Return a page of this folder in the common frame: ``body`` with each ``{{name}}`` replaced by a text.
 
-    ``texts`` has the page's title; ``values`` are what its scripts show.
+    ``texts`` has the page's title; ``values`` is the data that its scripts show.
     """
     data = json.dumps(values, allow_nan=False, separators=(",", ":"))
     parts = {
@@ -79,7 +79,7 @@ def framed(
         "style": "".join(map(_read, ("style.css", *styles))),
         "body": _filled(body, texts),
         "script": "".join(map(_read, scripts)),
-        "data": data.replace("<", r"\u003c"),  # in a script element, only "<" can end or comment anything
+        "data": data.replace("<", r"\u003c"),  # in a script element only "<" can end it or start a comment
     }
     return _filled("frame.html", parts)
 

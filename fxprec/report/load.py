@@ -1,4 +1,4 @@
-"""Read what a dump left: the plans of a file, of one graph's folder or of a whole dump, and lines of JSON."""
+"""Read what a dump wrote: the plans of a file, of one graph's folder or of a whole dump, and lines of JSON."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _GIVE = "give a folder that dump= or fxprec dump wrote"
 
 
 def plans_of(path: Path) -> dict[str, Plan]:
-    """Return plans by graph name: of a plan file or a ``graph-N`` folder one, named ``""``.
+    """Return plans by graph name. A plan file or a ``graph-N`` folder has one, named ``""``.
 
-    Raises `PlanError` for a path that does not exist, cannot be searched, holds no dump, or one that was not finished.
+    Raises `PlanError` for a path that does not exist, cannot be searched, has no dump, or has an unfinished one.
     """
     if not path.is_dir():
         return {"": Plan.load(path)}
@@ -27,7 +27,7 @@ def plans_of(path: Path) -> dict[str, Plan]:
         return {"": Plan.load(path / "plan.json")}
     try:
         found = [p for p in path.glob("**/graph-*") if p.is_dir()]
-    except OSError as error:  # a folder inside is gone by the time it is read, as those of processes in /proc
+    except OSError as error:  # a folder was removed while it was read, as those of processes in /proc
         raise PlanError(f"{path}: cannot be searched ({error.strerror}); {_GIVE}") from error
     folders = sorted(found, key=lambda p: [int(n) for n in re.findall(r"\d+", str(p))])
     if not folders:
@@ -41,7 +41,7 @@ def plans_of(path: Path) -> dict[str, Plan]:
 
 
 def is_link_plan(path: Path) -> bool:
-    """Say whether a path is the plan file of a link. Raises `PlanError` for a file that holds no JSON."""
+    """Return whether a path is the plan file of a link. Raises `PlanError` for a file that is not JSON."""
     if path.is_dir():
         return False
     try:
@@ -54,9 +54,9 @@ def is_link_plan(path: Path) -> bool:
 def json_lines(
     path: Path, checked: Callable[[dict[str, Any]], dict[str, Any]], what: str, again: str
 ) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file as ``checked`` returns them; none where there is no file, nor one half written.
+    """Yield the lines of a file as ``checked`` returns them; none without a file. A half-written last line is skipped.
 
-    Raises `PlanError` for a line that is no ``what``: ``checked`` raises for it what a missing or other value makes.
+    Raises `PlanError` for a line that is not a line of ``what``: one for which ``checked`` raises.
     """
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""

@@ -1,4 +1,4 @@
-"""The data ``report.html`` draws: plain JSON, texts that repeat listed once."""
+"""The data that ``report.html`` draws: plain JSON; repeated texts are listed once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WIDTH = {"bfloat16": 16, "float16": 16}
 
 @dataclass
 class _Texts:
-    """Hands out a number for each different text."""
+    """Assigns a number to each different text."""
 
     known: dict[str, int] = field(default_factory=dict)
 
@@ -70,7 +70,7 @@ def _operators(names: Sequence[str]) -> str:
 
 
 def _peak(plan: Plan) -> dict[str, Any] | None:
-    """Return the live bytes over a step under a peak budget, and the parts that a step budget counts too."""
+    """Return the live bytes over a step under a peak budget, with the parts that a step budget counts too."""
     peak, whole = plan.peak_bytes, plan.whole_step
     if peak is None:
         return None
@@ -99,7 +99,7 @@ def _rows(there: Sequence[int], summed: int, live: Sequence[Sequence[int]]) -> l
 
 
 def _saved(plan: Plan) -> dict[str, int] | None:
-    """Return bytes saved: float32 takes four an element and bf16 two; masks and indices are not counted."""
+    """Return the saved bytes: 4 per element in float32, 2 in bf16; masks and indices are not counted."""
     if plan.saved_bytes is None:
         return None
     return {"fp32": plan.saved_bytes.fp32, "bf16": plan.saved_bytes.bf16, "planned": plan.saved_bytes.planned}
@@ -131,7 +131,7 @@ class _Gemms:
 
     @cached_property
     def bits(self) -> Mapping[str, int]:
-        """Return the bits that an element of each stored tensor takes, by name."""
+        """Return the bits per element of each stored tensor, by name."""
         drawn = () if self.drawing is None else self.drawing.nodes
         stored = {s.tensor: parse(s.format).bits for s in self.plan.sites if s.kind in ("output", "param")}
         return {n.name: _WIDTH.get(n.value.partition(" ")[0], 32) for n in drawn} | stored

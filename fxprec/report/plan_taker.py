@@ -1,4 +1,4 @@
-"""Take the plan of a graph and nothing else: no file is written, and compiling ends there."""
+"""Keep the plan of a graph and nothing else: no file is written, and compilation ends after planning."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fxprec.report.folder import GraphDump, Planned
 
 
 class PlanTaker(DumpFolder):
-    """Stands where a dump's folder does, and keeps the plans of training graphs in memory."""
+    """Replaces a dump's folder, and keeps the plans of training graphs in memory."""
 
     def __init__(self) -> None:
         super().__init__(Path(), plan_only=True)
         self.plans: list[Plan] = []
 
     def graph(self, index: int) -> GraphDump:
-        """Return an object that takes the plan of one graph, in place of a folder."""
+        """Return an object that keeps the plan of one graph, in place of a folder."""
         return _Taken(self, index)
 
     @property

@@ -1,4 +1,4 @@
-"""A result for people and for programs: a page, and the same as JSON beside it."""
+"""Write a result for people and for programs: an HTML page, and the same as JSON beside it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxprec.errors import ConfigError
 
 
 def plain(value: object) -> Any:
-    """Return JSON data: numbers that are not finite as text, a dataclass by its fields."""
+    """Return JSON data: numbers that are not finite as strings, a dataclass as a dict of its fields."""
     if is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
@@ -24,7 +24,7 @@ def plain(value: object) -> Any:
 
 
 def write_result(folder: str | Path, name: str, data: Mapping[str, Any], page: str) -> Path:
-    """Write ``name.json`` and ``name.html`` into ``folder``, made if need be; return the page. Raises `ConfigError`."""
+    """Write ``name.json`` and ``name.html`` into ``folder``; create it; return the page. Raises `ConfigError`."""
     place = Path(folder)
     try:
         place.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Read the tensors of a run, to compare it with another: statistics of each step, and dumped values."""
+"""Read the tensors of a run, to compare it with another run: statistics of each step, and dumped values."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fxprec.report.tensors import read_tensors
 Point = tuple[float, float, float]
 """amax, overflow ratio, underflow ratio."""
 Series = Mapping[int, Mapping[int, Point]]
-"""Points by site, then by step; a site with several casts has those of the first."""
+"""Points by site, then by step; for a site with several casts, those of the first cast."""
 Half = Literal["update", "forward", "backward"]
 HALVES: tuple[Half, ...] = ("update", "forward", "backward")
-"""The halves in order: a step's weights are those that the update before it made."""
+"""The halves in order. ``update``: a step's weights were made by the previous step's update."""
 
 
 @dataclass(frozen=True)
 class Dump:
-    """One tensor in one step, as ``dump_tensors`` left it."""
+    """One tensor in one step, as ``dump_tensors`` wrote it."""
 
     hash: str
     norm: float
@@ -34,7 +34,7 @@ class Dump:
     name: str
 
     def distance(self, other: Dump) -> float | None:
-        """Return the L2 distance over this one's norm; None where the values of one are not there."""
+        """Return the L2 distance divided by this tensor's norm; None if the values of one tensor are missing."""
         if self.hash == other.hash:
             return 0.0
         if self.file is None or other.file is None:
@@ -56,15 +56,15 @@ class Track:
     source: str
     format: str
     position: tuple[int, int]
-    """Sorts a half's tensors as they run."""
+    """Sort key: the order of execution within a half."""
     is_site: bool
     points: Mapping[int, Point] = field(default_factory=dict)
-    """The points of the tensor, by step."""
+    """Statistics of the tensor by step."""
     dumps: dict[int, Dump] = field(default_factory=dict)
 
     @property
     def half(self) -> Half:
-        """Return the half of a step in which the tensor is made."""
+        """Return the half of a step in which the tensor is computed."""
         return "update" if self.kind == "param" and self.dumps else "backward" if "grad" in self.kind else "forward"
 
     @property
@@ -88,24 +88,24 @@ class Run:
 
     @property
     def has_values(self) -> bool:
-        """Say whether any tensor was dumped."""
+        """Return whether any tensor was dumped."""
         return any(track.dumps for tracks in self.tracks.values() for track in tracks)
 
     @property
     def has_statistics(self) -> bool:
-        """Say whether any tensor has statistics."""
+        """Return whether any tensor has statistics."""
         return any(track.points for tracks in self.tracks.values() for track in tracks)
 
     @classmethod
     def load(cls, path: Path) -> Run:
-        """Read a dump folder. Raises `PlanError` where there is none, and for one that is damaged."""
+        """Read a dump folder. Raises `PlanError` if there is none, or if it is damaged."""
         plans = plans_of(path)
         places = {name: path / name if name else path for name in plans}
         return cls.of(str(path), plans, {name: _series(places[name] / FILE, plans[name]) for name in plans}, places)
 
     @classmethod
     def of(cls, name: str, plans: Mapping[str, Plan], series: Mapping[str, Series], folders: Mapping[str, Path]) -> Run:
-        """Put plans and statistics together with what lies in the folders, by graph name."""
+        """Combine plans and statistics with the tensors dumped in the folders, by graph name."""
         tracks = {graph: _tracks(graph, plan, series.get(graph, {})) for graph, plan in plans.items()}
         for graph, folder in folders.items():
             _add_dumps(tracks[graph], graph, folder)
@@ -132,7 +132,7 @@ def _of_site(graph: str, s: Site, points: Mapping[int, Point]) -> Track:
 
 def _add_dumps(tracks: list[Track], graph: str, folder: Path) -> None:
     known = {(t.tensor, t.kind): t for t in tracks}
-    before: dict[str, tuple[int, int]] = {}  # by half: the position of the line before
+    before: dict[str, tuple[int, int]] = {}  # by half: the position of the previous line
     for row in read_tensors(folder) if folder.is_dir() else ():
         track = known.get((row["tensor"], row["kind"]))
         last, count = before.get(row["half"], (-(2**31), 0))
@@ -150,7 +150,7 @@ def _of_line(graph: str, row: Mapping[str, Any], position: tuple[int, int]) -> T
 
 
 def pairs(a: Sequence[Track], b: Sequence[Track]) -> Iterator[tuple[Track, Track]]:
-    """Yield the tracks of both: of the same tensor and kind, or the n-th of that kind in the same module."""
+    """Yield pairs of tracks: of the same tensor and kind, or the n-th of a kind in the same module."""
     by_tensor = {(t.tensor, t.kind, t.module): t for t in b}
     by_place = dict(zip(_places(b), b, strict=True))
     for track, place in zip(a, _places(a), strict=True):

@@ -1,4 +1,4 @@
-"""Write and read tensors in the safetensors format, a JSON header and the bytes, without the package."""
+"""Write and read tensors in the safetensors format, a JSON header and the bytes, without its package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write tensors by name, whole or not at all. Raises OSError."""
+    """Write tensors by name, all or nothing. Raises OSError."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     chunks, end = list[bytes](), 0
     for name, tensor in tensors.items():
@@ -47,7 +47,7 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def load(path: Path, name: str) -> Tensor:
-    """Read one tensor. Raises `PlanError` for a file that is damaged or lacks it."""
+    """Read one tensor. Raises `PlanError` if the file is damaged or lacks the tensor."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")

@@ -1,4 +1,4 @@
-"""Compare two runs: join their tensors by name and module, and find where they part first."""
+"""Compare two runs: match their tensors by name and module, and find where they first differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxprec.report.history import FILE
 from fxprec.report.result import plain, write_result
 from fxprec.report.runs import HALVES, Half, Run, Track, pairs
 
-RATIO = 0.01  # shares of elements that over- or underflow: a larger difference is one
+RATIO = 0.01  # a larger difference between shares of over- or underflowing elements counts
 SCHEMA = 1
 
 
@@ -28,7 +28,7 @@ class Parting:
     ours: float | str
     theirs: float | str
     difference: float
-    """Relative to the first run's; of shares their difference; of hashes 1."""
+    """Relative to the first run's number; for shares the difference of the shares; for hashes 1."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class Pair:
     steps: tuple[int, ...]
     """Steps in which both runs have the tensor."""
     parting: Parting | None
-    """The first that counts."""
+    """The first difference beyond the tolerance; None if there is none."""
     apart: tuple[float | None, ...]
-    """Relative difference by step: of the values where both are there, else of the largest magnitudes."""
+    """Relative difference by step: of the values if both runs dumped them, otherwise of the largest magnitudes."""
 
     @property
     def half(self) -> Half:
-        """Return the half of a step in which the tensor is made."""
+        """Return the half of a step in which the tensor is computed."""
         return self.ours.half
 
     @property
     def order(self) -> tuple[int, int, str, tuple[int, int]]:
-        """Return a key that sorts by the step in which they part, then by execution."""
+        """Return a sort key: the step of the first difference, then the order of execution."""
         step = 2**62 if self.parting is None else self.parting.step
         return (step, HALVES.index(self.half), self.ours.graph, self.ours.position)
 
@@ -65,14 +65,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class PartedPair(Pair):
-    """A pair that differs by more than is allowed."""
+    """A pair that differs by more than the tolerance."""
 
     parting: Parting
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs: what they have in common, and where they part."""
+    """Two runs: the tensors in both, and where they differ."""
 
     first: str
     second: str
@@ -80,24 +80,24 @@ class Comparison:
     bitwise: bool
     tolerance: float
     pairs: tuple[Pair, ...]
-    """Those that part first, then in the order of execution."""
+    """Sorted by the step in which they first differ, then by the order of execution."""
     steps: tuple[int, ...]
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
     differences: tuple[str, ...]
-    """The first thing in which the models of each graph differ, and settings that differ."""
+    """The first difference between the models of each graph, and settings that differ."""
 
     @property
     def partings(self) -> tuple[PartedPair, ...]:
-        """Return the pairs that part, in the order of the pairs."""
+        """Return the pairs that differ, in the order of the pairs."""
         return tuple(pair for pair in self.pairs if isinstance(pair, PartedPair))
 
     def first_in(self, half: Half) -> PartedPair | None:
-        """Return the pair that parts first in a half, or None."""
+        """Return the pair of a half that differs first, or None."""
         return next((pair for pair in self.partings if pair.half == half), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data; numbers that are not finite as text."""
+        """Return plain JSON data, with numbers that are not finite as strings."""
         names = ("first", "second", "bitwise", "tolerance", "steps", "only_first", "only_second", "differences")
         values = {name: plain(getattr(self, name)) for name in names}
         return {"schema": SCHEMA} | values | {"tensors": [pair.to_dict() for pair in self.pairs]}
@@ -117,8 +117,8 @@ class Comparison:
 def compare_runs(a: Run, b: Run, tolerance: float = 0.1, *, bitwise: bool = False) -> Comparison:
     """Compare what two runs recorded while training.
 
-    ``tolerance`` is relative, of largest magnitudes and of dumped values; ``bitwise`` compares hashes of dumped values
-    instead. Raises `PlanError` for a run without them, and for runs of different models.
+    ``tolerance`` is relative, for largest magnitudes and for dumped values. ``bitwise`` compares hashes of dumped
+    values instead. Raises `PlanError` for a run without dumped values then, and for runs of different models.
     """
     if bitwise:
         _refuse_without_values(a, b)
@@ -145,7 +145,7 @@ def compare_runs(a: Run, b: Run, tolerance: float = 0.1, *, bitwise: bool = Fals
 
 
 def _settings(a: Run, b: Run) -> list[str]:
-    """Say which settings of the two runs differ."""
+    """Return a line for each setting that differs between the two runs."""
     ours, theirs = (next(iter(run.plans.values())) for run in (a, b))
     read: dict[str, Callable[[Plan], str]] = {
         "recipe": lambda p: p.recipe.name, "storage": lambda p: p.storage,
@@ -217,7 +217,7 @@ def _refuse_without_values(a: Run, b: Run) -> None:
 
 
 def _strangers(a: Run, b: Run) -> PlanError:
-    """Say why nothing can be compared."""
+    """Return the error that says why nothing can be compared."""
     for run in (a, b):
         if not run.has_values and not run.has_statistics:
             return PlanError(

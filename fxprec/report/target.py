@@ -50,8 +50,8 @@ def find_factory(target: str) -> Factory:
 def called(function: Factory, target: str, *args: object) -> Any:
     """Call the function that a target names.
 
-    Raises `ConfigError`, with the user's line, for what the user's code raises. An exception of fxprec's own
-    code, or of torch compiling for it, goes on as it is.
+    Raises `ConfigError`, with the user's line, for an exception of the user's code. An exception of fxprec's own code,
+    or of torch while it compiles for fxprec, is not changed.
     """
     try:
         return function(*args)
@@ -69,11 +69,11 @@ def called(function: Factory, target: str, *args: object) -> Any:
 
 
 def _users_line(error: Exception, function: Factory) -> str | None:
-    """Return ``"model.py:12"``, where the user's file raised; None where fxprec did after that."""
+    """Return ``"model.py:12"``, the line of the user's file that raised; None if fxprec's code raised after it."""
     code = getattr(function, "__code__", None)
     if code is None:
         return getattr(function, "__qualname__", type(function).__name__)
-    own, line = str(Path(__file__).parents[1]), code.co_firstlineno  # where arguments do not fit, no line of it ran
+    own, line = str(Path(__file__).parents[1]), code.co_firstlineno  # if arguments do not fit, none of its lines ran
     for frame in traceback.extract_tb(error.__traceback__)[1:]:
         if frame.filename == code.co_filename:
             line = frame.lineno or line
@@ -89,8 +89,8 @@ def _import(place: str) -> Any:
         return importlib.import_module(place)
     path = Path(place).resolve()
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # as Python does for a script, whose neighbours it may import
-    name = f"_fxprec_target_{path.stem}"  # its own: another module.py of the process stays what it is
+        sys.path.insert(0, str(path.parent))  # as Python does for a script, so that it can import its neighbours
+    name = f"_fxprec_target_{path.stem}"  # a name of its own: other modules of this process called module.py stay
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError("no module can be loaded from it")
@@ -101,9 +101,9 @@ def _import(place: str) -> Any:
 
 
 def plan_under_fakes(factory: Factory, backend: Callable[..., Any], target: str, folder: DumpFolder) -> None:
-    """Build ``(model, example inputs)`` and compile until ``folder`` holds a plan. Raises `FxprecError`."""
+    """Build ``(model, example inputs)`` and compile until ``folder`` has a plan. Raises `FxprecError`."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, warnings.catch_warnings(), _uncollected(), quiet_fakes():
-        warnings.simplefilter("ignore")  # of the user's code and torch's tracing, which is not run here
+        warnings.simplefilter("ignore")  # of the user's code and of torch's tracing, not of a run
         try:
             with converting_fakes():
                 model, args, keywords = _made(factory(), target)
@@ -111,7 +111,7 @@ def plan_under_fakes(factory: Factory, backend: Callable[..., Any], target: str,
             torch.compile(model, backend=backend)(*args, **keywords)  # type: ignore[no-untyped-call]
         except Exception as error:
             if folder.has_plans:
-                return  # planned; what came after, such as running on fake tensors, is of no interest
+                return  # planned; later errors, such as those of running on fake tensors, do not matter
             if isinstance(error, FxprecError):
                 raise
             raise ConfigError(
@@ -122,9 +122,9 @@ def plan_under_fakes(factory: Factory, backend: Callable[..., Any], target: str,
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Switch the garbage collector off: objects of tracing live to the end.
+    """Switch the garbage collector off, since the objects of tracing live until the end anyway.
 
-    Llama 7B took 41 s of CPU with it, 36 s without, and 45 MB more memory.
+    Llama 7B took 41 s of CPU with it, and 36 s and 45 MB more memory without it.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -152,7 +152,7 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def line_of(error: BaseException) -> str:
-    """Return an error in one line with the user's line that raised; of Dynamo's errors the error behind them."""
+    """Return an error in one line, with the user's line that raised; Dynamo's errors are replaced by their causes."""
     cause, place = cause_of(error), users_line(error)
     lines = str(cause).strip().splitlines()
     said = f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__

@@ -1,7 +1,7 @@
-"""Dump tensors on request (``dump_tensors``): a line of JSON each in ``tensors.jsonl``, values in safetensors files.
+"""Dump tensors on request (``dump_tensors``): one JSON line each in ``tensors.jsonl``, values in safetensors files.
 
-A line has the tensor's place, a hash of its bytes, its elements by exponent of two, and how many of them over- or
-underflow in the format that stores it, or would store it.
+A line gives the tensor's place in the model, a hash of its bytes and its elements by exponent of two. It also gives how
+many elements over- or underflow in the format in which the tensor is stored, or would be stored.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fxprec.report.result import plain
 FILE = "tensors.jsonl"
 FOLDER = "tensors"
 UNDERFLOWS = ".underflows"
-"""Follows a tensor's name in a file: bool, true where an element underflows."""
-_SERIES = 200  # points of a sparkline
+"""Suffix of a tensor's name in a file, for a bool tensor that is true where an element underflows."""
+_SERIES = 200  # points of the sparkline
 _SHOWN = 8  # positions of elements that underflow
 
 
@@ -42,11 +42,11 @@ class Origin:
     module: str
     source: str
     site: int | None
-    """Id of the plan's site; None for a tensor whose precision is not chosen, or that nobody stores."""
+    """Id of the plan's site; None for a tensor without a chosen precision, or one that is not stored."""
     format: str
-    """Format of the stored tensor; the recipe's low format for one that is not stored."""
+    """Format of the stored tensor; the recipe's low format for a tensor that is not stored."""
     scale_exponent: int
-    """The tensor is stored times 2 to this power."""
+    """The tensor is multiplied by 2 to this power before it is stored."""
 
     @property
     def name(self) -> str:
@@ -56,16 +56,16 @@ class Origin:
 
 @dataclass(frozen=True)
 class Dumped:
-    """A tensor on its way to a file."""
+    """A tensor that is to be written to a file."""
 
     origin: Origin
     value: Tensor
     kept: Tensor
-    """The values that are stored, or would be: the tensor, or less its mean (docs/passes.md, store-centred)."""
+    """The values that are stored, or would be: the tensor, perhaps minus its mean (docs/passes.md, store-centred)."""
 
 
 def facts(dumped: Dumped) -> tuple[dict[str, Any], Tensor]:
-    """Return a line's numbers, and which elements underflow (bool, shape of the value)."""
+    """Return the numbers for a tensor's line, and which elements underflow (bool, shape of the value)."""
     x, origin = dumped.value, dumped.origin
     wide = x.detach().float()
     over, under = _lost(dumped.kept.detach().float() * 2.0**origin.scale_exponent, origin.format)
@@ -91,7 +91,7 @@ def facts(dumped: Dumped) -> tuple[dict[str, Any], Tensor]:
 
 
 def _lost(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Return which elements overflow and which underflow; a block's scale fits its largest element."""
+    """Return which elements overflow and which underflow; in a block format none overflow, since the scale adapts."""
     fmt = find(name)
     if isinstance(fmt, BlockFormat):
         pieces = x.reshape(-1).split(COMPILE_ABOVE)  # a multiple of every block
@@ -110,7 +110,7 @@ def _exponents(x: Tensor) -> dict[str, Any]:
 
 
 def _range(origin: Origin) -> list[float] | None:
-    """Return log2 of the smallest and the largest magnitude the format holds, the scale taken off."""
+    """Return log2 of the format's smallest and largest magnitude, without the scale."""
     fmt = find(origin.format)
     if isinstance(fmt, BlockFormat):
         return None
@@ -119,13 +119,13 @@ def _range(origin: Origin) -> list[float] | None:
 
 
 class TensorFolder:
-    """The tensor files of one graph, of at most ``limit`` bytes of tensors together."""
+    """The tensor files of one graph, with at most ``limit`` bytes of tensors in all."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self.path, self.left = path, limit
 
     def write(self, step: int, half: str, tensors: Sequence[Dumped]) -> tuple[str, ...]:
-        """Append the lines of one half of a step; return the names of tensors the limit left out. Raises OSError."""
+        """Append the lines of one half of a step; return the tensors beyond the limit, by name. Raises OSError."""
         file = f"{FOLDER}/{step:07}-{half}.safetensors"
         kept, lines, left_out = dict[str, Tensor](), list[str](), list[str]()
         for dumped in tensors:
@@ -150,7 +150,7 @@ class TensorFolder:
 
 
 def read_tensors(path: Path) -> Iterator[dict[str, Any]]:
-    """Return the lines of ``tensors.jsonl`` in a folder; none where there is no file, nor one that is half written.
+    """Yield the lines of ``tensors.jsonl`` in a folder; none without a file. A half-written last line is skipped.
 
     Raises `PlanError` for a line that fxprec cannot have written.
     """
@@ -170,7 +170,7 @@ def _checked(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def latest(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return for a page the latest line of each tensor, with the share that underflowed in every step written."""
+    """Return, for a page, the latest line of each tensor, with the share that underflowed in each written step."""
     found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault((row["tensor"], row["kind"]), []).append(row)

@@ -1,4 +1,4 @@
-"""Write a text per pass while passes run, for the dump folder and for torch's structured trace."""
+"""Write a text per pass while passes run, to the dump folder and to torch's structured trace."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fxprec.report.graph_text import graph_text
 
 
 def run_passes(work: Work, dump: GraphDump | None) -> list[PassReport]:
-    """Run the pipeline; make texts only for a dump that wants them, or for a trace.
+    """Run the pipeline; write texts only for a dump that needs them, or for a trace.
 
-    Raises `ConfigError` where the dump cannot be written.
+    Raises `ConfigError` if the dump cannot be written.
     """
     if (dump is None or not dump.looks_on) and not compat.traces_artifacts():
         return pipeline.run(work, pipeline.pipeline_for(work.settings))
@@ -25,9 +25,9 @@ def run_passes(work: Work, dump: GraphDump | None) -> list[PassReport]:
 
 
 def write_plan(plan: Plan, dump: GraphDump | None) -> None:
-    """Write a plan that is complete, with the bytes its partitioned graph saves.
+    """Write a complete plan, which includes the bytes that its partitioned graph saves.
 
-    Raises `Planned` where the dump needs nothing but the plan, `ConfigError` where it cannot be written.
+    Raises `Planned` if the dump needs only the plan, and `ConfigError` if it cannot be written.
     """
     compat.trace_artifact("fxprec_plan", "json", dumps(plan))
     if dump is not None:

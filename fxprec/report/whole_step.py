@@ -1,4 +1,4 @@
-"""Say who holds what in a step under a step budget: weights, optimizer states, gradients, activations, temporaries."""
+"""Report the memory of a step under a step budget: weights, optimizer states, gradients, activations, temporaries."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fxprec.plan import Plan
 
 HELD = ("weights", "optimizer states", "gradients", "activations", "temporaries")
 _LETTERS = "wsgat"
-_PARTS = {"gradients": (4,), "activations": (0, 1, 2), "temporaries": (3, 5)}  # of `LIVE`
+_PARTS = {"gradients": (4,), "activations": (0, 1, 2), "temporaries": (3, 5)}  # positions in `LIVE`
 _WIDTH, _HEIGHT = 64, 14
 
 
 def moments(plan: Plan) -> list[list[int]]:
-    """Return bytes by `HELD` at moments of the step, in order; none where the plan has no step budget."""
+    """Return the bytes of each part in `HELD` at moments of the step, in order; empty without a step budget."""
     if plan.whole_step is None or plan.peak_bytes is None:
         return []
     whole = plan.whole_step
@@ -26,7 +26,7 @@ def moments(plan: Plan) -> list[list[int]]:
 
 
 def at_the_peak(plan: Plan) -> dict[str, int]:
-    """Return bytes by `HELD` where the step holds most."""
+    """Return the bytes of each part in `HELD` at the step's peak."""
     rows = moments(plan)
     return dict(zip(HELD, max(rows, key=sum), strict=True)) if rows else {}
 
@@ -47,7 +47,7 @@ def picture(plan: Plan, budget: int) -> list[str]:
 
 
 def _letter(column: Sequence[int], height: float) -> str:
-    """Return the letter of who holds the byte at a height, or a blank."""
+    """Return the letter of the part that reaches a height, or a blank."""
     total = 0
     for letter, size in zip(_LETTERS, column, strict=True):
         total += size
