@@ -1,1 +1,1 @@
-"""The doctor: what each stored tensor of a training step costs in each format, predicted, checked, and advised on."""
+"""The doctor: predicts and checks what each stored tensor of a training step costs in each format, and advises."""

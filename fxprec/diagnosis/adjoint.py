@@ -1,9 +1,10 @@
 """How much each element of each stored copy matters: backward, differentiated once more.
 
-With ``J`` the derivative of the weighted gradients by a stored copy, an error ``e`` of it changes them by ``J e``.
-Probes ``r`` of random signs give ``v = J^T r`` for all copies at once; the mean of ``v^2`` is each element's share of
-``|J|^2`` (Hutchinson 1990). Errors of rounding are nearly independent, so ``|J e|^2`` is the sum of ``e^2 v^2``; where
-they are not, as where everything saturates, ``(v . e)^2`` is larger than that, and says so.
+Let ``J`` be the derivative of the weighted gradients by a stored copy. An error ``e`` of the copy changes the gradients
+by ``J e``. Probes ``r`` of random signs give ``v = J^T r`` for all copies at once; the mean of ``v^2`` is each
+element's share of ``|J|^2`` (Hutchinson 1990). Rounding errors are nearly independent, so ``|J e|^2`` is the sum of
+``e^2 v^2``. If they are dependent, for instance where everything saturates, ``(v . e)^2`` is larger than that sum and
+is used instead.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from fxprec.diagnosis.lab import Cast, Lab
 from fxprec.diagnosis.weights import Gradients, floating
 
 PROBES = 6
-# Squared, of the estimate of dependent errors over that of independent ones: with six probes of independent errors one
-# in 3,000 is larger by chance (chi-squared of 6 degrees of freedom, over 6).
+# Ratio, squared, of the estimate for dependent errors to that for independent ones. With six probes of independent
+# errors one in 3,000 is larger by chance (chi-squared of 6 degrees of freedom, over 6).
 DEPENDENT = 4.0
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What backward's gradients lose by errors in one stored copy. Each vector has the copy's shape."""
+    """The derivatives of backward's gradients by one stored copy. Each vector has the copy's shape."""
 
     probes: tuple[Tensor, ...]
-    """``J^T r`` of each probe; none where no gradient depends on the copy."""
+    """``J^T r`` of each probe; empty if no gradient depends on the copy."""
     progress: Tensor | None
-    """Derivative of the gradients' product with the exact ones, over their squared norm."""
+    """Derivative of the gradients' product with the exact gradients, over the exact gradients' squared norm."""
 
     def damage(self, error: Tensor) -> float:
-        """Return the damage predicted of an error of the copy, to first order."""
+        """Return the predicted damage of an error of the copy, to first order."""
         if not self.probes:
             return 0.0
         if not bool(error.isfinite().all()):
@@ -45,7 +46,7 @@ class Sensitivity:
         return math.sqrt(dependent if dependent > DEPENDENT * independent else independent)
 
     def change(self, error: Tensor) -> float:
-        """Return the predicted change of what a gradient step takes off the loss, as `Gradients.progress`."""
+        """Return the predicted change of the loss that a gradient step removes, as `Gradients.progress`."""
         if self.progress is None:
             return 0.0
         found = float((self.progress * error).double().sum())
@@ -55,7 +56,7 @@ class Sensitivity:
 def sensitivities(
     lab: Lab, gradients: Gradients, names: Container[str], *, seed: int = 0, probes: int = PROBES
 ) -> dict[str, Sensitivity]:
-    """Return the sensitivity of each cast of these names. It takes 4 * (probes + 1) bytes an element."""
+    """Return the sensitivity of each cast of these names. It takes 4 * (probes + 1) bytes per element."""
     leaves: dict[str, Tensor] = {}
 
     def with_error(cast: Cast, x: Tensor) -> Tensor:
@@ -94,5 +95,5 @@ def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def combined(damages: Mapping[object, float]) -> float:
-    """Return the damage of several copies together: their errors are independent of each other."""
+    """Return the damage of several copies together, whose errors are independent of each other."""
     return math.sqrt(math.fsum(d * d for d in damages.values())) if damages else 0.0

@@ -1,4 +1,4 @@
-"""What to do: options that keep the gradients' error below a tolerance, and what they save and cost."""
+"""Recommends options that keep the gradients' error below a tolerance, with what they save and cost."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from fxprec.passes.analysis.knapsack import min_damage_cover
 from fxprec.passes.analysis.selection import OUTERMOST, covers
 from fxprec.report.result import plain
 
-TOLERANCE = 0.1  # about 0.995 of cosine: what 50 architectures lose in bf16 at worst (docs/policies.md)
-WORTHWHILE = 0.25  # of the bytes that all low would save; for less, 16 bits are the simpler answer
+TOLERANCE = 0.1  # about 0.995 of cosine: the most that 50 architectures lose in bf16 (docs/policies.md)
+WORTHWHILE = 0.25  # of the bytes that all low would save; if less is saved, 16 bits are the simpler answer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Options to paste, and why these. Bytes are those saved for backward."""
+    """Options to paste, with the reason. Bytes are bytes saved for backward."""
 
     options: Mapping[str, Any]
     reason: str
     predicted: float
-    """Damage of the step with these options."""
+    """Predicted damage of the step with these options."""
     bytes_all_high: int
     bytes_as_planned: int
     bytes_recommended: int
     stored: Mapping[int, str] = field(default_factory=dict, repr=False)
-    """Formats other than planned, by the position of their row."""
+    """Formats that differ from the plan, by the position of their row."""
 
     @property
     def holds_high(self) -> bool:
-        """Whether something is stored otherwise than planned; else the plan may stay as it is."""
+        """Whether some tensors are stored otherwise than planned; if not, the plan can stay."""
         return bool(self.stored)
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Remedy:
-    """One way to train, and what it stores otherwise than planned."""
+    """Options to train with, and the formats that then differ from the plan."""
 
     options: Mapping[str, Any]
     stored: Mapping[int, str]
@@ -55,7 +55,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Case:
-    """The rows as planned, and what a remedy would make of them."""
+    """The rows as planned, and the damage and bytes that a remedy would give them."""
 
     rows: Sequence[Row]
     hi: Format
@@ -64,11 +64,11 @@ class Case:
 
     @property
     def low(self) -> list[int]:
-        """Return the positions of rows in fewer bits than the high format."""
+        """Return the positions of rows that have fewer bits than the high format."""
         return [i for i, row in enumerate(self.rows) if bits_of(row.format) < self.hi.bits]
 
     def damage(self, stored: Mapping[int, str]) -> float:
-        """Return the damage predicted of the whole step."""
+        """Return the predicted damage of the whole step."""
         return combined({i: self._damage(i, stored) for i in range(len(self.rows))})
 
     def _damage(self, i: int, stored: Mapping[int, str]) -> float:
@@ -76,17 +76,17 @@ class Case:
         return row.costs[stored[i]].damage if i in stored else row.damage
 
     def bytes(self, stored: Mapping[int, str]) -> int:
-        """Return the bytes of all rows, those in ``stored`` in the format given there."""
+        """Return the bytes of all rows, with the formats in ``stored`` for the rows listed there."""
         sizes = (row.elements * bits_of(stored.get(i, row.format)) for i, row in enumerate(self.rows))
         return sum(int(size) // 8 for size in sizes)
 
     @property
     def all_high(self) -> dict[int, str]:
-        """Return the remedy that stores every low row in the high format."""
+        """Return the formats that store every low row in the high format."""
         return dict.fromkeys(self.low, self.hi.name)
 
     def in_blocks(self) -> list[Remedy]:
-        """Return a remedy for each block format of 8 bits tried: a scale for each block in place of none."""
+        """Return a remedy for each tried block format of 8 bits, which gives each block a scale."""
         recipe = self.base.get("recipe")
         if not isinstance(recipe, str) or "+" in recipe or "plan" in self.base:
             return []
@@ -99,10 +99,10 @@ class Case:
         ]
 
     def modules_high(self) -> Remedy | None:
-        """Hold modules high, those first that take most damage off for their bytes; None if all high does too much.
+        """Keep modules high, first those that remove most damage per byte; None if all modules high do too much damage.
 
-        A greedy cover: what is taken off is a sum of squares, as damages combine. Modules that those after them make
-        unnecessary are left out again.
+        A greedy cover: damages combine as a sum of squares, so the removed damage does too. Modules that later ones
+        make unnecessary are removed from the list again.
         """
         patterns = self._enough()
         if patterns is None:
@@ -135,21 +135,21 @@ class Case:
         return dict.fromkeys(held, self.hi.name)
 
     def _gain(self, i: int) -> float:
-        """Squared damage that the wide format takes off a row; 0 where it does as much, infinite or not."""
+        """Return the squared damage that the high format removes from a row; 0 if it does as much, infinite or not."""
         low, high = self.rows[i].damage, self._damage(i, {i: self.hi.name})
         return low * low - high * high if low > high else 0.0
 
     def _worth(self, rows: Iterable[int], gain: Mapping[int, float]) -> float:
-        """Gain for each bit more."""
+        """Return the gain per additional bit."""
         some = tuple(rows)
         bits = math.fsum(self.rows[i].elements * (self.hi.bits - bits_of(self.rows[i].format)) for i in some)
         return math.fsum(gain[i] for i in some) / max(bits, 1.0)
 
 
 def gemms_to_hold(rows: Sequence[GemmRow], share: float) -> list[str]:
-    """Return the modules whose GEMMs to hold high: those that do most damage, with at most a share of all weights.
+    """Return the modules whose GEMMs to keep high: those that do most damage, with at most a share of all weights.
 
-    Damages of GEMMs combine as a sum of squares, so those that stay low are a cover of least damage.
+    Damages of GEMMs combine as a sum of squares, so the GEMMs that stay low are a cover of least damage.
     """
     modules = list(dict.fromkeys(row.module for row in rows))
     elements = [sum(row.elements for row in rows if row.module == module) for module in modules]
@@ -160,7 +160,7 @@ def gemms_to_hold(rows: Sequence[GemmRow], share: float) -> list[str]:
 
 
 def hold_gemms(advice: Advice, rows: Sequence[GemmRow], share: float) -> Advice:
-    """Add to the options the GEMMs to hold high."""
+    """Add to the options the modules whose GEMMs to keep high."""
     held = advice.options.get("keep_high", ())
     if not rows or held == "ends":
         return advice

@@ -1,4 +1,4 @@
-"""Sensitivity over a run: which modules became fragile when, from its saved states."""
+"""Sensitivity over a run, from its saved states: which modules became fragile, and when."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _WRAPPED = ("model", "state_dict", "model_state_dict")
 
 @dataclass(frozen=True)
 class Course:
-    """Damage of storing each module's tensors as planned, checkpoint by checkpoint."""
+    """Damage of storing each module's tensors as planned, at each checkpoint."""
 
     checkpoints: tuple[str, ...]
     damages: Mapping[str, tuple[float, ...]]
-    """By module."""
+    """Damages by module, one per checkpoint."""
 
     def fragile_since(self, module: str) -> str | None:
-        """Return the first checkpoint at which a module's damage is three times that of the first one."""
+        """Return the first checkpoint at which a module's damage exceeds three times its damage at the first one."""
         first, *later = self.damages[module]
         found = (name for name, damage in zip(self.checkpoints[1:], later, strict=True) if damage > FRAGILE * first)
         return next(found, None)

@@ -28,63 +28,63 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Trial:
-    """What training gave with one low ratio, over seeds."""
+    """The result of training with one low ratio, over seeds."""
 
     low_ratio: float | None
-    """As asked for; None: the model's own precision."""
+    """The requested ratio; None: the model's own precision."""
     scores: tuple[float, ...]
-    """What the user's function returned, by seed."""
+    """The results of the user's function, by seed."""
     mean_demoted_ratio: float = 0.0
-    """Elements held low, averaged over steps and seeds."""
+    """Share of elements that were low, averaged over steps and seeds."""
     promoted: float = 0.0
-    """Tensors promoted, averaged over seeds."""
+    """Number of promoted tensors, averaged over seeds."""
 
     @property
     def diverged(self) -> int:
-        """Runs whose score is no finite number."""
+        """Number of runs whose score is not finite."""
         return sum(not math.isfinite(score) for score in self.scores)
 
     @property
     def score(self) -> float:
-        """The mean; NaN where a run diverged."""
+        """The mean score; NaN if a run diverged."""
         return math.nan if self.diverged else fmean(self.scores)
 
     @property
     def deviation(self) -> float:
-        """Over seeds; 0 for one."""
+        """Standard deviation over seeds; 0 for one seed."""
         return stdev(self.scores) if len(self.scores) > 1 and not self.diverged else 0.0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The trials of `choose`, and what follows from them."""
+    """The trials of `choose`, and the ratio that follows from them."""
 
     options: Mapping[str, Any]
-    """As given."""
+    """The options as given."""
     tolerance: float
     higher_is_better: bool
     reference: Trial
     trials: tuple[Trial, ...]
-    """By ratio, ascending."""
+    """Trials by ratio, ascending."""
 
     def drop(self, trial: Trial) -> float:
-        """How much worse than the reference a trial is, in the score's own units; NaN where one of them diverged."""
+        """How much worse than the reference a trial is, in the score's own units; NaN if one of them diverged."""
         worse = trial.score - self.reference.score
         return -worse if self.higher_is_better else worse
 
     def accepts(self, trial: Trial) -> bool:
-        """Say whether a trial is worse by no more than the tolerance, and no run of it diverged."""
+        """Return whether a trial is worse by at most the tolerance, and none of its runs diverged."""
         return self.drop(trial) <= self.tolerance
 
     @property
     def chosen(self) -> Trial | None:
-        """The accepted trial that held most low over its training; None where none is accepted."""
+        """The accepted trial with most elements low over its training; None if no trial is accepted."""
         accepted = [trial for trial in self.trials if self.accepts(trial)]
         return max(accepted, key=lambda t: (t.mean_demoted_ratio, t.low_ratio), default=None)
 
     @property
     def recommended(self) -> dict[str, Any]:
-        """Options to train with. Raises `ConfigError` where no ratio is accepted."""
+        """Options to train with. Raises `ConfigError` if no ratio is accepted."""
         if self.chosen is None:
             raise ConfigError(
                 f"no low ratio is within {self.tolerance:g} of {self.reference.score:.4g}: allow a larger "
@@ -141,12 +141,13 @@ def choose(
     higher_is_better: bool = False,
     tell: Tell | None = None,
 ) -> Choice:
-    """Train at each low ratio and without, and say which ratio saves most at an acceptable cost.
+    """Train without fxprec and at each low ratio, and return which ratio saves most at an acceptable cost.
 
-    ``train(backend, seed)`` is a run of yours made small (fewer data, fewer steps): it compiles its model with
-    ``torch.compile(model, backend=backend)``, trains from ``seed`` and returns one number of data it did not train on,
-    a loss or, with ``higher_is_better``, an accuracy. ``tolerance`` is how much worse than without fxprec it may be, in
-    that number's own units. ``options`` are those of `Config`, without ``low_ratio``. Raises `ConfigError`.
+    ``train(backend, seed)`` is a small version of your run (less data, fewer steps). It compiles its model with
+    ``torch.compile(model, backend=backend)`` and trains from ``seed``. It returns one number on data that it did not
+    train on: a loss or, with ``higher_is_better``, an accuracy. ``tolerance`` is how much worse than without fxprec
+    that number may be, in its own units. ``options`` are those of `Config`, without ``low_ratio``. Raises
+    `ConfigError`.
     """
     given = {"recipe": "fp8", **(options or {})}
     ratios = _checked(train, given, ratios)

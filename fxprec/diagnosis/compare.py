@@ -17,12 +17,12 @@ TOLERANCE = 0.1
 
 
 def compare(a: object, b: object, *, tolerance: float = TOLERANCE, bitwise: bool = False) -> Comparison:
-    """Say where two runs of one model on the same batches part first.
+    """Report where two runs of one model on the same batches first differ.
 
-    ``a`` and ``b`` are dump folders, or what trains now: a `Backend`, or a model that fxprec compiled. Of a live one,
-    up to 200 steps' statistics are known, and what ``dump_tensors`` has written. ``tolerance`` is relative; with
-    ``bitwise`` hashes of dumped values are compared instead. Raises `ConfigError` and `PlanError` for what cannot be
-    compared.
+    ``a`` and ``b`` are dump folders, or a training that runs now: a `Backend`, or a model that fxprec compiled. For a
+    running training, the statistics of up to 200 steps are known, and what ``dump_tensors`` has written. ``tolerance``
+    is relative; with ``bitwise`` hashes of dumped values are compared instead. Raises `ConfigError` and `PlanError` for
+    runs that cannot be compared.
     """
     if not isinstance(tolerance, int | float) or isinstance(tolerance, bool) or not 0 <= tolerance < float("inf"):
         raise ConfigError(f"tolerance is {tolerance!r}; give a relative difference of at least 0, such as 0.1")
@@ -42,9 +42,9 @@ def _run(given: object, which: str) -> Run:
 
 
 def run_of(backend: Backend, name: str) -> Run:
-    """Return what a live backend knows of its training graphs; waits for statistics that are on their way.
+    """Return what a live backend knows of its training graphs; waits for statistics that have not arrived.
 
-    Raises `ConfigError` where nothing has trained, or nothing is kept.
+    Raises `ConfigError` if nothing has trained, or no statistics are kept.
     """
     backend.stats()
     graphs = backend.training_graphs()

@@ -1,4 +1,4 @@
-"""`Diagnosis`: what the doctor found."""
+"""`Diagnosis`: the result of the doctor."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """One training step's stored tensors, by the damage that storing them does. `str` gives it as text.
+    """The stored tensors of one training step, by the damage that storing them does. `str` gives a text.
 
-    *Damage* is the root mean square, over the parameters, of the relative L2 error of each one's gradient.
+    *Damage* is the root mean square, over the parameters, of the relative L2 error of each parameter's gradient.
     """
 
     model: str
     loss: float
     """The loss of the step examined."""
     formats: tuple[str, ...]
-    """The candidates each tensor was tried in."""
+    """The candidate formats that each tensor was tried in."""
     ranking: tuple[Row, ...]
     """Stored tensors as planned, worst first."""
     groups: tuple[GroupRow, ...]
-    """Worst first."""
+    """Groups of stored tensors, worst first."""
     gemms: tuple[GemmRow, ...]
     """GEMMs whose operands the recipe rounds to blocks, each re-run alone, worst first."""
     checks: tuple[Check, ...]
-    """Groups re-run for real, each alone low, worst predicted first."""
+    """Groups that were re-run, each with it alone low, worst predicted first."""
     whole: tuple[Check, ...]
-    """The whole step re-run: as planned, and as recommended."""
+    """Re-runs of the whole step: as planned, and as recommended."""
     spearman: float | None
     """Rank correlation of predicted and measured damage over ``checks``; None for fewer than three."""
     advice: Advice
     notes: tuple[str, ...]
-    """What the examination could not see."""
+    """Limits of the examination, as sentences."""
     seconds: float
 
     @property
     def recommended(self) -> dict[str, Any]:
-        """Options to paste into ``torch.compile(model, backend="fxprec", options=...)``; `advice` says why."""
+        """Options to paste into ``torch.compile(model, backend="fxprec", options=...)``; `advice` gives the reason."""
         return dict(self.advice.options)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data; numbers that are not finite as text."""
+        """Return plain JSON data, with numbers that are not finite as strings."""
         first = ("model", "loss", "formats", "recommended", "advice", "spearman")
         values = {
             n: plain(getattr(self, n)) for n in (*first, "whole", "checks", "groups", "gemms", "ranking", "notes")

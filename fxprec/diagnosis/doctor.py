@@ -1,4 +1,4 @@
-"""`doctor`: one step recorded, every stored tensor examined, the prediction checked, and advice."""
+"""`doctor`: record one step, examine every stored tensor, check the prediction, and advise."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from fxprec.passes.analysis.selection import OUTERMOST
 
 FORMATS = ("bf16", "fp16", "e4m3fn", "e5m2", "mxfp8_e4m3", "int8", "mxfp4", "int4")
 RERUNS = 16
-"""Groups re-run for real, half of them the worst, half the best."""
+"""Groups that are re-run: half of them the worst, half the best."""
 HIGH_SHARE = 0.15
-"""Share of the weights of GEMMs in block formats that a recommendation holds high (16 % in arXiv 2509.25149)."""
+"""Share of the weights of GEMMs in block formats that a recommendation keeps high (16 % in arXiv 2509.25149)."""
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Request:
-    """The doctor's own options; the others are those of `Config`."""
+    """The doctor's own options, and the `Config` for the others."""
 
     config: Config
     base: Mapping[str, Any]
-    """As given, for the recommendation."""
+    """The options as given, for the recommendation."""
     formats: tuple[str, ...]
     tolerance: float
     reruns: int
@@ -93,17 +93,17 @@ def doctor(
     options: Mapping[str, Any] | None = None,
     tell: Tell | None = None,
 ) -> Diagnosis:
-    """Say what storing each tensor of a training step low costs, and which options to train with.
+    """Measure what storing each tensor of a training step low costs, and recommend options to train with.
 
     ``model`` is a module, ``args`` its batch: a tensor, a tuple or a dict of keywords. ``loss`` maps the output to a
-    scalar; left out, the output's own ``.loss`` or its mean square. ``options`` are those of `Config`, and ``formats``
-    (candidates), ``tolerance`` (the damage a recommendation may do, 0.1), ``reruns`` (groups to re-run for real) and
-    ``high_share`` (of the weights whose GEMMs round operands to blocks: what a recommendation holds high, 0.15).
-    ``tell`` is given a line after each stage. The model is copied and stays as it is.
+    scalar; by default it is the output's own ``.loss``, or the output's mean square. ``options`` are those of `Config`,
+    and ``formats`` (candidates), ``tolerance`` (the damage that a recommendation may do, 0.1), ``reruns`` (groups to
+    re-run) and ``high_share`` (the share, of the weights whose GEMMs round operands to blocks, that a recommendation
+    keeps high, 0.15). ``tell`` is called with a line after each stage. The model is copied and does not change.
 
-    Of a training that runs, ``model`` is what fxprec compiled, or its `Backend`: examined are its plan, promotions and
-    scales as they are now. ``args`` may then be a function that runs one or a few training steps, which count, and may
-    return the loss; with a batch nothing of the training changes. Raises `ConfigError`.
+    To examine a running training, pass as ``model`` what fxprec compiled, or its `Backend`. The doctor then examines
+    the current plan, promotions and scales. ``args`` may then be a function that runs one or a few training steps and
+    may return the loss; these steps count. With a batch, nothing of the training changes. Raises `ConfigError`.
     """
     start, tell = time.perf_counter(), tell or (lambda line: None)
     live = Live.of(model, args, loss)
@@ -149,13 +149,13 @@ def _worst(group: GroupRow) -> tuple[float, int, int]:
     return (-group.damage, group.graph, group.group)
 
 
-STEPS = 3  # statistics of the first choose the scales of gradients, and arrive in the third
+STEPS = 3  # statistics of the first step choose the scales of gradients, and arrive in the third
 
 
 def recorded(subject: Subject, request: Request, tell: Tell) -> tuple[float, list[Callable[[], Examined]], list[str]]:
-    """Run a step, or a few where gradients have scales; return its loss, its training graphs, and notes.
+    """Run a step, or a few if gradients have scales; return its loss, its training graphs, and notes.
 
-    Raises `ConfigError` where the step does not run, or no graph of it trains.
+    Raises `ConfigError` if the step does not run, or has no graph that trains.
     """
     settings, recorder = Settings.of(request.config), Recorder()
     backend = Backend(replace(request.config, cpu=request.config.cpu or PORTABLE), recorder=recorder)
@@ -182,14 +182,14 @@ def recorded(subject: Subject, request: Request, tell: Tell) -> tuple[float, lis
 
 
 def _rounds_forward(settings: Settings) -> bool:
-    """Say whether the recorded step's outputs are rounded, and so is the gradient of a loss outside of the graph."""
+    """Return whether the recorded step rounds its outputs, and so the gradient of a loss outside of the graph."""
     return settings.is_simulated or settings.recipe.operands is not None
 
 
 def recorded_live(live: Live, request: Request, tell: Tell) -> tuple[float, list[Callable[[], Examined]], list[str]]:
-    """Run a step of a training; return its loss (NaN where the step returned none), its graphs, and notes.
+    """Run a step of a training; return its loss (NaN if the step returned none), its graphs, and notes.
 
-    Raises `ConfigError` where no graph of the step trains.
+    Raises `ConfigError` if the step has no graph that trains.
     """
     value, recorder = live.record()
     tell(f"step of {live.name} run: loss {value:.6g}")
@@ -206,7 +206,7 @@ def recorded_live(live: Live, request: Request, tell: Tell) -> tuple[float, list
 
 
 def _recorded_graphs(recorder: Recorder, prefix: str, seed: int) -> list[Callable[[], Examined]]:
-    """Return the examination of each graph that ran both ways."""
+    """Return, for each graph that ran forward and backward, a function that examines it."""
     graphs: list[Callable[[], Examined]] = []
     for i, (name, halves) in enumerate(recorder.graphs.items()):
         ran = all(h in halves and halves[h].args is not None for h in ("forward", "backward"))
@@ -228,7 +228,7 @@ def _blind_spots(examined: Examined) -> list[str]:
 def _checks(
     examined: Sequence[Examined], rows: Sequence[Row], groups: Sequence[GroupRow], reruns: int, tell: Tell
 ) -> tuple[Check, ...]:
-    """Re-run the worst and the best groups, each alone low."""
+    """Re-run the worst and the best groups, each with it alone low."""
     chosen = (
         list(groups)
         if len(groups) <= reruns
@@ -245,7 +245,7 @@ def _checks(
 
 
 def _whole(examined: Sequence[Examined], rows: Sequence[Row], advice: Advice) -> tuple[Check, ...]:
-    """Re-run each graph as planned, and with what the advice stores otherwise."""
+    """Re-run each graph as planned, and with the formats of the advice."""
     checks = []
     for e in examined:
         mine = [row for row in rows if row.graph == e.index]
@@ -257,7 +257,7 @@ def _whole(examined: Sequence[Examined], rows: Sequence[Row], advice: Advice) ->
 
 
 def _whole_gemms(examined: Sequence[Examined], rows: Sequence[GemmRow], share: float) -> Iterator[Check]:
-    """Re-run each graph with all operands in blocks, and with those that the advice leaves there."""
+    """Re-run each graph with all operands in blocks, and with those that the advice keeps in blocks."""
     held = gemms_to_hold(rows, share) if rows else []
     for e in examined:
         mine = [row for row in rows if row.graph == e.index]
@@ -267,7 +267,7 @@ def _whole_gemms(examined: Sequence[Examined], rows: Sequence[GemmRow], share: f
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Return the rank correlation; None for fewer than three pairs, or where one side is all alike."""
+    """Return the rank correlation; None for fewer than three pairs, or if all values of a side are equal."""
     if len(a) < 3 or len(set(a)) == 1 or len(set(b)) == 1:
         return None
     from scipy.stats import spearmanr

@@ -1,4 +1,4 @@
-"""Examining one graph of a recorded step: what each stored tensor costs, in its own format and in others."""
+"""Examines one graph of a recorded step: what each stored tensor costs, in its own format and in others."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Examined:
     plan: Plan
     lab: Lab
     prefix: str = ""
-    """Prefix of module names that the graph has and the model has not."""
+    """Prefix of module names that the graph has and the user's model does not."""
     gradients: Gradients = field(init=False)
     values: Mapping[str, Tensor] = field(init=False)
     sensitivity: Mapping[str, Sensitivity] = field(init=False)
     sites: Mapping[str, Site] = field(init=False)
-    """By cast."""
+    """Sites by the name of the cast."""
 
     @classmethod
     def of(
@@ -66,7 +66,7 @@ class Examined:
 
     @property
     def as_planned(self) -> Round:
-        """The reader of copies as the plan stores them."""
+        """The function that reads copies as the plan stores them."""
         return as_cast(self.lab.table)
 
     def rows(self, formats: Sequence[str]) -> list[Row]:
@@ -102,14 +102,14 @@ class Examined:
         )
 
     def module(self, site: Site) -> str:
-        """Return a site's module as the user's model names it."""
+        """Return a site's module by its name in the user's model."""
         return self._named(site.module)
 
     def _named(self, module: str) -> str:
         return "" if f"{module}." == self.prefix else module.removeprefix(self.prefix)
 
     def _cost(self, casts: Sequence[Cast], fmt: AnyFormat, read: Round) -> Cost:
-        """Return what one tensor costs: of the worst of its casts, the damage of all."""
+        """Return what one tensor costs: the losses of its worst cast, and the damage of all its casts."""
         damages, progress, losses = dict[object, float](), 0.0, []
         for cast in casts:
             x = self.values[cast.name].float()
@@ -131,7 +131,7 @@ class Examined:
         )
 
     def gemms(self) -> list[GemmRow]:
-        """Re-run the step for each GEMM with operands in blocks, its operands alone rounded."""
+        """Re-run the step for each GEMM with operands in blocks, with only its operands rounded."""
         found = dict.fromkeys(cast.operand_of for cast in self.lab.casts if cast.operand_of is not None)
         rows = []
         for gemm, elements in found:
@@ -144,7 +144,7 @@ class Examined:
         return rows
 
     def check_gemms(self, name: str, rows: Sequence[GemmRow]) -> Check:
-        """Re-run the step with the operands of these GEMMs rounded, beside what their own re-runs predict."""
+        """Re-run the step with the operands of these GEMMs rounded; predict the damage from their own re-runs."""
         returned = self._with_gemms({row.gemm for row in rows})
         return Check(
             name=name,
@@ -171,9 +171,9 @@ class Examined:
     def run_again(
         self, name: str, rows: Sequence[Row], fmt: str | None = None, *, other: Mapping[int, str] | None = None
     ) -> Check:
-        """Run the step with these tensors alone stored: as planned, or all in a format; ``other`` are others by site.
+        """Run the step with only these tensors stored: as planned, or all in a format; ``other`` has formats by site.
 
-        Returned beside what was predicted.
+        Returns the measured damage beside the predicted one.
         """
         formats = {row.site: fmt for row in rows} | dict(other or {})
         readers = {f: self.as_planned if f is None else to_format(f) for f in set(formats.values())}

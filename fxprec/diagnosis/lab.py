@@ -1,8 +1,8 @@
-"""A recorded step run again, each stored copy replaced by whatever one wants to try.
+"""Runs a recorded step again with each stored copy replaced as an experiment requires.
 
-A half is interpreted with its casts taken out: ``quantize`` hands on what `Lab.run` is told that readers get, and
-``dequantize`` passes it through. So the same two halves give the exact gradients, those with one group low, and, where
-the copies carry a gradient themselves, how much each of their elements matters.
+A half is interpreted without its casts: ``quantize`` returns what the function given to `Lab.run` returns, and
+``dequantize`` passes it on. So the same two halves give the exact gradients, and the gradients with one group low. If
+the copies require a gradient, they also give how much each element of a copy matters.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Cast:
-    """A place where a tensor is stored. A site has one, or in ``simulate`` one for each consumer."""
+    """One place where a tensor is stored. A site has one cast; in ``simulate`` it has one for each consumer."""
 
     name: str
     """Name of the ``quantize`` node."""
@@ -47,33 +47,33 @@ class Cast:
     in_backward: bool
     call: Quantize
     reads: tuple[Dequantize, ...]
-    """How what is stored is read back."""
+    """The dequantizes that read the stored copy."""
     keeps_above: bool = False
-    """Whether what is above 0 is stored as no less than the format's smallest number (pass keep-signs)."""
+    """Whether values above 0 are stored as at least the format's smallest number (pass keep-signs)."""
     keeps_below: bool = False
     operand_of: tuple[int, int] | None = None
-    """For a GEMM's operand in blocks: id of the GEMM, elements of its weight. Such a cast has no site."""
+    """For a GEMM's operand in blocks, the GEMM's id and its weight's elements. Such a cast has no site."""
 
 
 Read = Callable[[Cast, Tensor], Tensor]
-"""What readers of a stored tensor get, of the exact value."""
+"""Maps a cast and the exact value to what the readers of the stored copy get."""
 
 
 def exact(cast: Cast, x: Tensor) -> Tensor:
-    """Return the value itself: nothing is lost in storage."""
+    """Return the value itself: storage loses nothing."""
     return x
 
 
 @dataclass
 class Lab:
-    """The two halves of one graph."""
+    """The recorded forward and backward half of one graph."""
 
     forward: RecordedHalf
     backward: RecordedHalf
     substitutes: Mapping[object, Run] = field(default_factory=dict)
-    """What runs in place of an operator while gradients are recorded."""
+    """The functions that replace operators while gradients are recorded."""
     undifferentiable: set[str] = field(default_factory=set)
-    """Operators met that no gradient goes through."""
+    """Names of operators that were met and have no derivative."""
 
     def __post_init__(self) -> None:
         self._halves = [runnable(half.gm) for half in (self.forward, self.backward)]
@@ -84,7 +84,7 @@ class Lab:
         self._kept: dict[str, Any] | None = None
 
     def _stores_only_copies(self) -> bool:
-        """Say whether what forward saves of its casts are their very results, so that backward alone can run again."""
+        """Return whether forward saves the very results of its casts, so that only backward has to be run again."""
         results = set(results_of(self.forward.gm.graph))
         casts = Quantize.nodes(self.forward.gm.graph)
         return all(q in results and all(u.op == "output" for u in q.users) for q in casts)
@@ -97,10 +97,10 @@ class Lab:
             for _, call in Quantize.among(Quantize.nodes(half.gm.graph)):
                 result: Tensor = self._args(half)[names.index(call.table.name)]
                 return result
-        return torch.zeros(0, 0, dtype=torch.int32, device="cpu")  # no cast reads it
+        return torch.zeros(0, 0, dtype=torch.int32, device="cpu")  # no cast reads the table
 
     def run(self, read: Read = exact, *, differentiate: bool = False) -> list[Any]:
-        """Return what backward returns: gradients in the order of forward's inputs, None where there is none."""
+        """Return backward's results: gradients in the order of forward's inputs, None for an input without one."""
         with same_random_numbers(self._args(self.forward)):
             saved = self._run_forward(read, differentiate)
             args = self._args(self.backward)
@@ -165,15 +165,15 @@ class _Walk(Interpreter):
         if n.target is Dequantize.target:
             return (args[0].reshape(-1) if is_in_blocks(n) else args[0]).to(args[5])
         if n.target is TensorScale.target:
-            return args[0].new_zeros(1, dtype=torch.float32)  # nobody decodes with it
+            return args[0].new_zeros(1, dtype=torch.float32)  # no dequantize uses it
         if n.target in (Rescale.target, CorrectScales.target):
-            return args[0]  # of blocks these are numbers, rounded to nearest
+            return args[0]  # for blocks these are numbers, rounded to nearest
         if n.target is aten.view.default:
-            return args[0].reshape(args[1])  # what is read instead of a copy may lie otherwise in memory
+            return args[0].reshape(args[1])  # a value that replaces a copy may have other strides
         if n.target is KeepNonfinite.target:
             return keep_nonfinite(*args)
         if n.target in MUTATIONS and n.all_input_nodes[0].op == "placeholder":
-            return args[1]  # a step that is run again leaves the model as it was
+            return args[1]  # a step that is run again must not change the model
         if not self.differentiate:
             return super().run_node(n)
         return self._differentiably(n, args, kwargs)
@@ -194,12 +194,12 @@ class _Walk(Interpreter):
 
 
 def _is_dead_end(value: object) -> bool:
-    """Say whether autograd knows no derivative of what made a tensor."""
+    """Return whether autograd has no derivative of the operator that made a tensor."""
     return isinstance(value, Tensor) and type(value.grad_fn).__name__ in ("NotImplemented", "Error")
 
 
 def _casts(*halves: GraphModule) -> list[Cast]:
-    """Return the casts of both halves in execution order, each with the places that read it."""
+    """Return the casts of both halves in execution order, each with the dequantizes that read it."""
     found = []
     for i, gm in enumerate(halves):
         for q, call in Quantize.among(Quantize.nodes(gm.graph)):
@@ -210,7 +210,7 @@ def _casts(*halves: GraphModule) -> list[Cast]:
 
 
 def _keeps_signs(x: Node) -> tuple[bool, bool]:
-    """Say whether the pass keep-signs moved what is above 0, and what is below, away from it."""
+    """Return whether the pass keep-signs moved values above 0, and values below 0, away from it."""
     compared = set()
     while x.target is aten.where.self and all(isinstance(arg, Node) for arg in x.args):
         condition, _, x = (input_at(x, i) for i in range(3))

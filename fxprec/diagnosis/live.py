@@ -1,4 +1,4 @@
-"""A running training as what is examined: its own graphs, plan and scales, for one or a few of its steps."""
+"""A running training to examine: its own graphs, plan and scales, during one or a few of its steps."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fxprec.driver.record import Recorder
 from fxprec.errors import ConfigError
 
 OWN = ("formats", "tolerance", "reruns", "high_share")
-"""The options that a diagnosis of a running backend takes."""
+"""The options that a diagnosis of a running backend accepts."""
 
 
 @dataclass(frozen=True)
 class Live:
-    """A backend that trains, and what runs a step of it."""
+    """A backend that trains, and a function that runs a step of it."""
 
     backend: Backend
     name: str
@@ -31,9 +31,9 @@ class Live:
 
     @classmethod
     def of(cls, given: object, args: object, loss: object) -> Live | None:
-        """Return what runs, or None for a module that is not compiled, or has not trained yet.
+        """Return the running training; None for a module that is not compiled or has not trained yet.
 
-        ``args`` is a function that runs a step, or of a compiled model a batch. Raises `ConfigError`.
+        ``args`` is a function that runs a step, or for a compiled model a batch. Raises `ConfigError`.
         """
         backend = given if isinstance(given, Backend) else find_backend(given)
         if backend is None:
@@ -55,13 +55,13 @@ class Live:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What it was compiled with, where that is not the default."""
+        """The options that it was compiled with, without those that equal the default."""
         config, plain = self.backend.config, Config()
         given = {f.name: getattr(config, f.name) for f in fields(config)}
         return {name: value for name, value in given.items() if value != getattr(plain, name)}
 
     def own_options(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the backend's options and those of the diagnosis. Raises `ConfigError` for others."""
+        """Return the backend's options and those of the diagnosis. Raises `ConfigError` for other options."""
         if options is not None and not isinstance(options, Mapping):
             raise ConfigError(f"options is {options!r}; give it a dict of {', '.join(OWN)}")
         foreign = [name for name in options or () if name not in OWN]
@@ -73,7 +73,7 @@ class Live:
         return {**self.options, **(options or {})}
 
     def record(self) -> tuple[float, Recorder]:
-        """Run the step; return the loss, if it returned one, and what was seen. Raises `ConfigError`."""
+        """Run the step; return the loss, NaN if the step returned none, and the recording. Raises `ConfigError`."""
         recorder = Recorder(copies=True)
         with self.backend.recording(recorder) as graphs:
             if not graphs:
@@ -83,7 +83,7 @@ class Live:
 
 
 def not_trained_yet(model: object, options: object) -> tuple[object, Any]:
-    """Return the module of what fxprec compiled and nobody ran, its options beside those given; others as they are."""
+    """Return the module and merged options of a compiled model that has not run yet; otherwise both as given."""
     backend = find_backend(model)
     if backend is None or not (options is None or isinstance(options, Mapping)):
         return model, options
@@ -97,7 +97,7 @@ def _number(value: object) -> float:
 
 
 def _left_as_it_was(subject: Subject, call: Any, backend: Backend) -> float:
-    """Run a batch through the compiled model; gradients, buffers and the backend's state are what they were."""
+    """Run a batch through the compiled model, and restore gradients, buffers and the backend's state."""
     with _kept(subject.model), backend.unnoticed():
         return subject.step(call)
 

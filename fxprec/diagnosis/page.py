@@ -1,4 +1,4 @@
-"""A diagnosis as one self-contained page in the report's style: nothing fetched, every name escaped."""
+"""A diagnosis as one self-contained page in the report's style: it fetches nothing and escapes every name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHADES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 
 
 def page(found: Diagnosis) -> str:
-    """Return the page: the same diagnosis gives the same bytes."""
+    """Return the page; the same diagnosis gives the same bytes."""
     texts = {
         "title": html.escape(found.model),
         "head": f"loss {found.loss:.6g}, {len(found.ranking)} stored tensors, {len(found.groups)} groups",

@@ -1,4 +1,4 @@
-"""Why a stored tensor does the damage it does, in words."""
+"""Explain why a stored tensor does its damage, as a phrase."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from fxprec.numerics.blocks import AnyFormat, BlockFormat
 from fxprec.numerics.formats import parse
 from fxprec.plan import Site
 
-# Shares of elements from which a loss is worth naming before the rounding itself.
+# Shares of elements from which on a loss is named before the rounding itself.
 WORTH_NAMING = 0.001
 ZEROED = 0.05
-WRONG_SCALE = 0.25  # relative, of the gain; the rounding of 4-bit formats moves it by a tenth
+WRONG_SCALE = 0.25  # relative, of the gain; rounding to 4-bit formats changes it by a tenth
 AMPLIFIED = 4.0  # damage over the tensor's own error
 
 
 def reason(cast: Cast, site: Site, fmt: AnyFormat, found: Lost, bias: Bias, damage: float) -> str:
-    """Return the first thing that is wrong, or what the damage is made of."""
+    """Return the first fault that is found, or else what the damage consists of."""
     biased = f"biased: it is rounded {bias}" if bias.is_biased else ""
     for text in (_decoded(cast, fmt), _range(found, fmt), _scale(found), biased, _spoiled(site, found, damage)):
         if text:

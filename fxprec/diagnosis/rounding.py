@@ -1,4 +1,4 @@
-"""What a tensor loses in a format, or in the very cast that its graph stores it with."""
+"""Measure what a tensor loses in a format, or in the cast with which its graph stores it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ Round = Callable[[Cast, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Lost:
-    """Shares are of the tensor's elements."""
+    """The losses of a tensor. Shares are shares of its elements."""
 
     error: float
-    """L2 of the difference over L2 of the tensor."""
+    """L2 norm of the difference over the L2 norm of the tensor."""
     gain: float
-    """<read, exact> / <exact, exact>: 1 but for a wrong scale."""
+    """<read, exact> / <exact, exact>: 1 unless the scale is wrong."""
     overflow: float
     underflow: float
     zeros: float
-    """Exact zeros among what is read."""
+    """Share of exact zeros in the values that are read."""
     largest: float
-    """Magnitude in the tensor."""
+    """Largest magnitude in the tensor."""
 
 
 def lost(x: Tensor, read: Tensor, fmt: AnyFormat) -> Lost:
-    """Measure what ``read`` lost of float32 ``x``, stored in ``fmt``."""
+    """Measure the losses of ``read``, which is float32 ``x`` stored in ``fmt``."""
     elements = max(x.numel(), 1)
     wide, difference = x.double(), (read.double() - x.double())
     square = float(wide.square().sum())
@@ -56,7 +56,7 @@ def lost(x: Tensor, read: Tensor, fmt: AnyFormat) -> Lost:
 
 
 def _range(x: Tensor, read: Tensor, fmt: AnyFormat) -> tuple[float, float, float]:
-    """Return elements that over- and underflow, and the largest magnitude. A block's scale fits its largest element."""
+    """Return elements that over- and underflow, and the largest magnitude; blocks do not overflow."""
     if isinstance(fmt, BlockFormat):
         return 0.0, float(((read == 0) & (x != 0)).sum()), float(x.abs().max())
     over, under, amax, _ = (float(n) for n in count(x, x, format_row(fmt)))
@@ -72,7 +72,7 @@ def rounded(x: Tensor, fmt: str) -> Tensor:
 
 
 def to_format(fmt: str) -> Round:
-    """Return the reader of copies in a format; signs that backward asks for are kept, as the pass keep-signs would."""
+    """Return a reader of copies in a format; it keeps the signs that the pass keep-signs would keep."""
     known = find(fmt)
     nearest = 0.0 if isinstance(known, BlockFormat) else known.smallest_subnormal
 
@@ -88,7 +88,7 @@ def to_format(fmt: str) -> Round:
 
 
 def as_cast(table: Tensor) -> Round:
-    """Return the reader of copies as the graph itself stores and reads them, with its scale table, faults and all."""
+    """Return a reader of copies as the graph stores and reads them, with its scale table and its faults."""
 
     def read(cast: Cast, x: Tensor) -> Tensor:
         if not cast.reads:
@@ -108,23 +108,23 @@ def as_cast(table: Tensor) -> Round:
 
 
 def bias_of(table: Tensor, cast: Cast, x: Tensor, fmt: AnyFormat) -> Bias:
-    """Measure how biased the rounding of a copy of ``x`` to ``fmt`` is, as the graph itself stores it."""
+    """Measure how biased the rounding of a copy of ``x`` to ``fmt`` is, as the graph stores it."""
     made = _Stored.of(table, cast, x)
     return cast_bias(made.x, made.codes, cast.call, fmt, table, made.whole)
 
 
 class _Stored(NamedTuple):
-    """What a cast stores."""
+    """The result of a cast."""
 
     x: Tensor
-    """As it comes into the cast: a gradient with its scale on."""
+    """The cast's input: a gradient has its scale on."""
     codes: Tensor
     whole: Tensor | None
     """The scale of a tensor in blocks."""
 
     @classmethod
     def of(cls, table: Tensor, cast: Cast, x: Tensor) -> Self:
-        """Store ``x`` as the graph does; where that rounds at random, of another seed."""
+        """Store ``x`` as the graph does; stochastic rounding uses another seed."""
         call = cast.call
         if is_in_blocks(call.format):
             seed = None if call.seed is None else torch.tensor([cast.row], dtype=torch.int32, device=x.device)
@@ -135,17 +135,17 @@ class _Stored(NamedTuple):
 
 
 def _taken_off(table: Tensor, cast: Cast, back: Dequantize) -> int:
-    """Return the exponent of the gradients' scale that reading takes off, also off a forward value they multiply."""
+    """Return the gradient-scale exponent that reading takes off, even off a forward value that gradients multiply."""
     own = 0 if cast.in_backward else int(table[cast.row, 0])
     return 0 if back.is_as_stored else int(table[back.row, 0]) - own
 
 
 def stored_format(cast: Cast, planned: str) -> AnyFormat:
-    """Return the format a cast stores in: its own, or in ``simulate``, where the table says it, the plan's."""
+    """Return the format that a cast stores in; in ``simulate``, where the table holds it, the plan's."""
     return find(planned if cast.call.is_simulated else cast.call.format)
 
 
 def bits_of(fmt: str) -> float:
-    """Return the bits that an element takes, its share of a block's scale included."""
+    """Return the bits per element, including its share of a block's scale."""
     known = find(fmt)
     return known.bits_per_element if isinstance(known, BlockFormat) else known.bits

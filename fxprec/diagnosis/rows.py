@@ -1,4 +1,4 @@
-"""What a diagnosis says of one stored tensor, one group, one re-run."""
+"""The rows of a diagnosis: one stored tensor, one group, one GEMM, one re-run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fxprec.report.result import plain
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What storing one tensor in one format costs. Shares are of its elements."""
+    """The cost of storing one tensor in one format. Shares are shares of its elements."""
 
     format: str
     damage: float
-    """Predicted root mean square, over the parameters, of the relative error of each one's gradient."""
+    """Predicted root mean square, over the parameters, of the relative error of each parameter's gradient."""
     progress: float
-    """Predicted relative change of what a gradient step takes off the loss; -0.1 is a tenth less."""
+    """Predicted relative change of the loss that a gradient step removes; -0.1: the step removes a tenth less."""
     error: float
     """Relative L2 error of the tensor itself."""
     overflow: float
@@ -27,14 +27,14 @@ class Cost:
 
 class _Plain:
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data; numbers that are not finite as text."""
+        """Return plain JSON data, with numbers that are not finite as strings."""
         found: dict[str, Any] = plain(self)
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row(_Plain):
-    """One stored tensor, as the plan stores it."""
+    """One tensor, as the plan stores it."""
 
     graph: int
     site: int
@@ -47,17 +47,17 @@ class Row(_Plain):
     format: str
     damage: float
     bias: float
-    """Mean error of the planned rounding in last places, away from zero or up, whichever is farther off."""
+    """Mean error of the planned rounding in last places: away from zero or up, whichever is larger in magnitude."""
     reason: str
     planned: Cost
     may_have_blocks: bool
     """Whether it could be stored in a block format of 8 bits (`passes.forms.blocks`)."""
     costs: Mapping[str, Cost] = field(default_factory=dict)
-    """The same tensor in each candidate format, by its name."""
+    """The cost of the same tensor in each candidate format, by the format's name."""
 
     @property
     def order(self) -> tuple[float, float, int, int]:
-        """Sorts the worst first; what nothing can be told of by its damage, by its own error."""
+        """Sort key: largest damage first, then largest error of the tensor itself, for tensors of equal damage."""
         return (-self.damage, -min(self.planned.error, 1e30), self.graph, self.site)
 
 
@@ -71,19 +71,19 @@ class GroupRow(_Plain):
     tensors: int
     elements: int
     damage: float
-    """As planned."""
+    """Damage as planned."""
     damages: Mapping[str, float]
-    """By candidate format."""
+    """Damage by candidate format."""
 
     @property
     def name(self) -> str:
-        """Return the group's name; other graphs than the first are named too."""
+        """Return the group's name, with the graph's number for every graph but the first."""
         return f"group {self.group}" if not self.graph else f"graph {self.graph} group {self.group}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmRow(_Plain):
-    """One GEMM whose operands the recipe rounds to blocks, re-run with its operands alone rounded."""
+    """One GEMM whose operands the recipe rounds to blocks, re-run with only its operands rounded."""
 
     graph: int
     gemm: int
@@ -92,13 +92,13 @@ class GemmRow(_Plain):
     elements: int
     """Elements of the GEMM's weight."""
     damage: float
-    """Measured."""
+    """Measured damage."""
     progress: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check(_Plain):
-    """One re-run of the step with some tensors low and all others exact, beside what was predicted."""
+    """One re-run of the step with some tensors low and all others exact, beside the prediction."""
 
     name: str
     predicted: float

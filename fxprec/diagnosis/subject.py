@@ -1,4 +1,4 @@
-"""What is examined: a model, what it is called with, and its loss. Steps run on copies, so that nothing is changed."""
+"""The model to examine, its batch and its loss. Steps run on copies, so nothing of the model changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Loss = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with one batch."""
+    """A model with one batch and a loss."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -30,7 +30,7 @@ class Subject:
 
     @classmethod
     def of(cls, model: object, args: object, loss: object = None, seed: int = 0) -> Subject:
-        """Check what a user gave. Raises `ConfigError`."""
+        """Check the user's model, batch and loss. Raises `ConfigError`."""
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model is {type(model).__name__}; give fxprec.doctor a torch.nn.Module, not compiled")
         if hasattr(model, "_orig_mod"):
@@ -53,13 +53,13 @@ class Subject:
         return type(self.model).__name__
 
     def fresh(self) -> nn.Module:
-        """Return a copy of the model as it was given."""
+        """Return a copy of the model without gradients."""
         model = copy.deepcopy(self.model)
         model.zero_grad(set_to_none=True)
         return model
 
     def step(self, call: Callable[..., Any], *, has_loss: bool = False) -> float:
-        """Run forward, loss and backward; return the loss. ``has_loss``: what ``call`` returns is the loss already."""
+        """Run forward, loss and backward; return the loss. ``has_loss``: ``call`` returns the loss itself."""
         args, kwargs = self._batch()
         with same_random_numbers(tree_leaves((args, kwargs)), self.seed):
             try:
@@ -78,7 +78,7 @@ class Subject:
         return args, kwargs
 
     def _whose(self, error: Exception) -> ConfigError:
-        """Say whether model, loss, backward pass or compiler fails, by the step without the compiler."""
+        """Find out, by an uncompiled step, whether model, loss, backward pass or compiler fails; return the error."""
         args, kwargs = self._batch()
         whose = f"{self.name} does not run on its batch, uncompiled either"
         way_out = "give the arguments that model(*args) takes, or mend its forward"
@@ -106,7 +106,7 @@ class Subject:
 
 @contextmanager
 def same_random_numbers(inputs: Iterable[Any], seed: int = 0) -> Iterator[None]:
-    """Let what runs meanwhile draw from a seed; the generators of the process go on as if nothing had been drawn."""
+    """Seed the random generators inside the block; afterwards the process's generators continue as before."""
     with torch.random.fork_rng({t.get_device() for t in inputs if isinstance(t, Tensor) and t.is_cuda}):
         torch.manual_seed(seed)
         yield
@@ -117,7 +117,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def default_loss(output: object) -> Tensor:
-    """Return the output's ``.loss``, a scalar itself, or the mean square of what floats in it. Raises `ConfigError`."""
+    """Return the output's ``.loss``, a scalar output, or the mean square of floating outputs. Raises `ConfigError`."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(found, Tensor):
         return found
@@ -130,12 +130,12 @@ def default_loss(output: object) -> Tensor:
 
 
 class WithLoss(nn.Module):
-    """A model and its loss as one module, so that both lie in one graph."""
+    """A model and its loss as one module, so that both are in one graph."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
         self.model, self.loss = model, loss
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """Return the loss of the model's result."""
+        """Return the loss of the model's output."""
         return self.loss(self.model(*args, **kwargs))

@@ -1,4 +1,4 @@
-"""Operators whose derivatives torch does not have, written out of operators whose derivatives it has."""
+"""Replacements for operators that torch cannot differentiate, written with operators that it can."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def attention_backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, (batch, heads, tokens, width), as flash attention makes them.
+    """Return the gradients of query, key and value, (batch, heads, tokens, width), as flash attention computes them.
 
-    Probabilities come of the saved logsumexp, the row sums of the saved result (Dao et al. 2022, Algorithm 4). Raises
-    `NotImplementedError` for dropout.
+    Probabilities are computed from the saved logsumexp, the row sums from the saved result (Dao et al. 2022, Algorithm
+    4). Raises `NotImplementedError` for dropout.
     """
     if dropout_p:
         raise NotImplementedError("the mask of attention's dropout is not saved")
@@ -56,7 +56,7 @@ def convert(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_float32(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a 16-bit GEMM that is computed in float32 and rounded, as `fxprec.kernels.wide_gemms`."""
+    """Return a function for a 16-bit GEMM that computes in float32 and rounds, as `fxprec.kernels.wide_gemms`."""
 
     def run(*args: Any, **options: Any) -> Any:
         wide = tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, (args, options))

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 SHOWN = 12
 FIRST = 3  # groups to keep high first
-FREE = 0.1  # of the mean group's share of the damage: below it a group is free to be low
+FREE = 0.1  # of the mean group's share of the damage: a group below it is free to be low
 
 
 def text(found: Diagnosis) -> str:
-    """Return what a person needs first: the worst tensors, the groups, the check, the recommendation."""
+    """Return the text of a diagnosis: the worst tensors, the groups, the check, the recommendation."""
     gemms = [_gemms(found)] if found.gemms else []
     parts = [_head(found), _tensors(found), _groups(found), *gemms, _checked(found), _advice(found)]
     parts += ["Not seen\n" + "\n".join(f"  {one_line(note)}" for note in found.notes)] if found.notes else []
@@ -64,19 +64,19 @@ def _gemms(found: Diagnosis) -> str:
 
 
 def modules(group: GroupRow) -> str:
-    """Return a group's modules, shortened; of tensors that no module made, their source lines."""
+    """Return a group's modules, shortened; for tensors without a module, their source lines."""
     shown = ", ".join(group.modules[:3])
     return shown + (f" and {len(group.modules) - 3} more" if len(group.modules) > 3 else "")
 
 
 def first_groups(groups: Sequence[GroupRow]) -> list[GroupRow]:
-    """Return the groups to keep high first, worst first: none that is free."""
+    """Return the groups to keep high first, worst first, without free ones."""
     free = free_groups(groups)
     return [g for g in groups[:FIRST] if g not in free]
 
 
 def free_groups(groups: Sequence[GroupRow]) -> list[GroupRow]:
-    """Return the groups that add next to nothing: squares of damages add up."""
+    """Return the groups whose share of the squared damage is negligible; squares of damages add up."""
     mean = sum(g.damage**2 for g in groups) / max(len(groups), 1)
     return [g for g in groups if g.damage**2 <= FREE * mean]
 
@@ -107,5 +107,5 @@ def _advice(found: Diagnosis) -> str:
 
 
 def megabytes(number: int) -> str:
-    """Return bytes for people."""
+    """Return a number of bytes as text."""
     return f"{number / 1e6:,.1f} MB" if number >= 1e5 else f"{number:,} bytes"

@@ -1,4 +1,4 @@
-"""What a change of the gradients amounts to, as one number."""
+"""Measure a change of the gradients as one number."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Below these shares of the root mean square, of the median gradient's and of the largest of the same module, a gradient
-# counts as zero, as that of a bias before a norm is in theory: an error relative to itself would say nothing.
+# A gradient's root mean square counts as zero below these shares of the median gradient's, and of the largest in the
+# same module, as that of a bias before a norm is in theory: an error relative to itself would mean nothing.
 FLOOR = 0.01
 FLOOR_IN_MODULE = 0.1
 
@@ -20,8 +20,8 @@ FLOOR_IN_MODULE = 0.1
 class Gradients:
     """The exact gradients of a step, and how much an error in each counts.
 
-    The *damage* of an error is the root mean square, over the gradients, of each one's relative L2 error: what the step
-    of an optimizer that scales each parameter's gradient (Adam) would be off by.
+    The *damage* of an error is the root mean square, over the gradients, of each gradient's relative L2 error. An
+    optimizer that scales each parameter's gradient (Adam) takes a step that is off by as much.
     """
 
     exact: tuple[Tensor, ...]
@@ -30,7 +30,7 @@ class Gradients:
 
     @classmethod
     def of(cls, returned: Sequence[Any], modules: Sequence[str]) -> Gradients:
-        """Weigh what backward returned; ``modules`` are those of the inputs that these are the gradients of."""
+        """Weigh backward's results; ``modules`` are the modules of the inputs whose gradients they are."""
         owners = [m for g, m in zip(returned, modules, strict=False) if _is_floating(g)]
         found = floating(returned)
         norms = [float(g.double().norm()) for g in found]
@@ -43,7 +43,7 @@ class Gradients:
 
     @property
     def is_finite(self) -> bool:
-        """Say whether all exact gradients are finite."""
+        """Return whether all exact gradients are finite."""
         return all(bool(g.isfinite().all()) for g in self.exact)
 
     @property
@@ -52,14 +52,14 @@ class Gradients:
         return sum(float(g.double().square().sum()) for g in self.exact)
 
     def damage(self, returned: Sequence[Any]) -> float:
-        """Return the damage of other gradients of the same step: inf where one is not finite."""
+        """Return the damage of other gradients of the same step; inf if one is not finite."""
         total = 0.0
         for g, e, w in zip(floating(returned), self.exact, self.weights, strict=True):
             total += (w * float((g.double() - e.double()).norm())) ** 2
         return math.sqrt(total) if math.isfinite(total) else math.inf
 
     def progress(self, returned: Sequence[Any]) -> float:
-        """Return the change of what a gradient step takes off the loss, relative to what the exact gradient takes."""
+        """Return the change of the loss that a gradient step removes, relative to the exact gradient's step."""
         found = sum(float((g.double() * e.double()).sum()) for g, e in zip(floating(returned), self.exact, strict=True))
         change = found / self.squares - 1 if self.squares else 0.0
         return change if math.isfinite(change) else -math.inf
@@ -76,7 +76,7 @@ def _floors(rms: Sequence[float], owners: Sequence[str]) -> list[float]:
 
 
 def floating(returned: Sequence[Any]) -> list[Tensor]:
-    """Return the gradients among what backward returned."""
+    """Return the gradients among backward's results."""
     return [g for g in returned if _is_floating(g)]
 
 

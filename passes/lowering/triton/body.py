@@ -85,7 +85,7 @@ class Body:
 
     @property
     def num_warps(self) -> int:
-        """Return the warps, for 16 elements a thread: with 32 a row of 4096 took 194 registers and half the threads fit."""
+        """Return the warps, 16 elements a thread: at 32 a row of 4096 took 194 registers, which halved the threads."""
         tile = BLOCK if self.columns is None else self.per_program * self.padded
         return min(16, max(4, tile // 512))
 
