@@ -270,7 +270,7 @@ class Backend(Watched):
     @contextmanager
     def recording(self, recorder: Recorder) -> Iterator[int]:
         """Run training graphs with the reference lowering and let ``recorder`` see the steps. Yield how many graphs."""
-        from fxprec.driver.record import recorded  # imported here: few runs need it
+        from fxprec.driver.recorded import recorded  # imported here: few runs need it
 
         graphs = [graph for graph in self._model.live if graph.is_training and graph.controller is not None]
         with ExitStack() as stack:

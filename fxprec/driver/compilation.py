@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,176 +23,47 @@ import fxprec.runtime.host
 import fxprec.runtime.reference_ops
 import fxprec.runtime.scaled_mm  # noqa: F401  all register implementations
 from fxprec import compat
-from fxprec.config import Settings
 from fxprec.driver import progress
-from fxprec.driver.budget import PeakBudget, SavedBudget
 from fxprec.driver.capture import Captured
 from fxprec.driver.compiled import Compiled, Retry, Stop
-from fxprec.driver.event_log import EventLog
-from fxprec.driver.lowering import Lowering
-from fxprec.driver.option_checks import settings_on
-from fxprec.driver.warm_start import KnownHalf, plan_key, say_again, sources
-from fxprec.driver.wrappers import Run, entered, named_launches, ranged, with_stats
-from fxprec.passes.lowering.lowered import Lowered
+from fxprec.driver.compiler import Attempt, Compiler
+from fxprec.driver.warm_start import KnownHalf, say_again, sources
+from fxprec.driver.wrappers import Run, entered, ranged
 from fxprec.passes.name_grouped import name_grouped
 from fxprec.passes.narrow_attention import narrow_attention
 from fxprec.plan import PeakBytes, Plan
-from fxprec.runtime.controller import Controller
-from fxprec.runtime.stats import StatsQueue
 
 if TYPE_CHECKING:
-    from fxprec.driver.interpreter import Calibration
     from fxprec.driver.joint_compilation import JointCompilation
-    from fxprec.driver.memory import StepMemory
-    from fxprec.driver.numerics_watch import NumericsWatch
-    from fxprec.driver.record import Recorder, TensorDump
-    from fxprec.driver.updates import Updates
-    from fxprec.plan.rows import WholeStep
-    from fxprec.report.folder import GraphDump
 
 log = logging.getLogger(__name__)  # TORCH_LOGS="fxprec" shows it, "+fxprec" the passes too
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compiler:
-    """State shared by all compilations of one graph."""
+def compile_graph(compiler: Compiler, captured: Captured, given: Plan | None, step: int) -> Compiled:
+    """Compile with the plan ``given``, or solve for one. Repeat if the plan breaks a budget or the table is small.
 
-    settings: Settings
-    lowering: Lowering
-    budget: SavedBudget
-    peak: PeakBudget
-    log: EventLog
-    trained: Callable[[], tuple[Plan, ...]]
-    """Returns the plans of the model's training graphs, the latest last."""
-    controller: Callable[[], Controller | None]
-    """Returns the graph's controller, or None before the graph has a plan."""
-    tried: list[float] = field(default_factory=list)
-    """Seconds of each attempt since the graph last took a compilation, including attempts that broke a budget."""
-    queue: StatsQueue = field(default_factory=StatsQueue)
-    """Receives the statistics that the compiled code returns."""
-    calibration: Calibration | None = None
-    dump: GraphDump | None = None
-    recorder: Recorder | None = None
-    tensors: TensorDump | None = None
-    numerics: NumericsWatch | None = None
-    memory: StepMemory | None = None
-    """Compares the first step's measured memory with the plan, on a GPU under a peak budget."""
-    updates: Updates | None = None
-    """The parameters that backward steps, if the backend has an optimizer."""
-    whole_step: WholeStep | None = None
-    """The bytes that a step budget counts beside the peak."""
-
-    @classmethod
-    def of(
-        cls,
-        captured: Captured,
-        settings: Settings,
-        log: EventLog,
-        trained: Callable[[], tuple[Plan, ...]],
-        controller: Callable[[], Controller | None],
-        *,
-        dump: GraphDump | None,
-        recorder: Recorder | None,
-    ) -> Compiler:
-        """Return the compiler of a graph on its device. ``controller`` returns the graph's controller, or None."""
-        device, plans_only = captured.device, dump is not None and dump.plan_only
-        held = settings_on(device, settings, log, plans_only=plans_only)
-        calibration = tensors = memory = numerics = None
-        if settings.asked.policy == "exact":  # imports in the branches below: few runs need them
-            from fxprec.driver.interpreter import Calibration
-
-            calibration = Calibration()
-        if settings.asked.dump_tensors:
-            from fxprec.driver.record import tensor_dump
-
-            tensors = tensor_dump(held, dump, log, controller)
-        if settings.asked.watch_every is not None:
-            from fxprec.driver.numerics_watch import NumericsWatch
-
-            numerics = NumericsWatch(settings.asked.watch_every, log, controller)
-        if device.type == "cuda":
-            from fxprec.driver.memory import StepMemory
-
-            memory = StepMemory(log, device, lambda: None if (c := controller()) is None else c.plan.peak_bytes)
-        return cls(
-            settings=held,
-            lowering=Lowering(settings.asked, device, log.notice),
-            budget=SavedBudget(held, log),
-            peak=PeakBudget(log),
-            log=log,
-            trained=trained,
-            controller=controller,
-            calibration=calibration,
-            dump=dump,
-            recorder=recorder,
-            tensors=tensors,
-            numerics=numerics,
-            memory=memory,
-        )
-
-    def compile(self, captured: Captured, given: Plan | None, step: int) -> Compiled:
-        """Compile with the plan ``given``, or solve for one. Repeat if the plan breaks a budget or the table is small.
-
-        ``step`` is the step that events are noted for.
-        """
-        verb = "compiling" if captured.identity.is_training else "compiling for evaluation:"
-        with captured.tracing() as examples, progress.telling(f"{verb} {self.log.name}"):
-            key = self._key(captured, given)
-            while True:
-                start = time.perf_counter()
-                try:
-                    found = Compilation(self, captured, given, step, key).compile(examples)
-                finally:
-                    self.tried.append(time.perf_counter() - start)
-                if isinstance(found, Compiled):
-                    return found
-                captured = replace(captured, capacity=found.capacity)
-
-    @property
-    def stepped(self) -> Mapping[int, int]:
-        """The parameters that backward steps: position among the graph's inputs, and workspace of the step in bytes."""
-        return {} if self.updates is None or self.recorder is not None else self.updates.workspaces
-
-    def look(self, captured: Captured, step: int) -> PeakBytes | None:
-        """Run the passes without compiling, and return the peak bytes under other budgets."""
-        with captured.tracing() as examples:
-            attempt = Compilation(self, captured, None, step, None, only_looks=True)
-            attempt.compile(examples)
-        return None if attempt.traced is None else attempt.traced.peak
-
-    def wrapped(self, run: Run, half: str, lowered: Lowered, num_outputs: int) -> Run:
-        """Wrap the half called ``half``, so that its statistics go to the queue and not into the results."""
-        run = named_launches(run, lowered.kernel_names, f"{self.log.name}'s {half} half")
-        if self.memory is not None:
-            run = self.memory.watch(run, half)
-        if self.updates is not None and half == "backward":
-            run = self.updates.around(run)
-        return with_stats(run, lowered, num_outputs, self.queue)
-
-    def _key(self, captured: Captured, given: Plan | None) -> str | None:
-        """Return the cache key of the code; None if the code cannot be stored, or if a watcher must see it compiled."""
-        watchers = (self.dump, self.recorder, self.calibration, self.tensors, self.numerics)
-        if any(w is not None for w in watchers) or compat.traces_artifacts() or not self.lowering.makes_code:
-            return None
-        held = self.settings.peak_budget is not None or (given is not None and given.peak_bytes is not None)
-        if callable(self.settings.asked.policy) or held:  # a compiled plan may still be refused for its peak
-            return None
-        more = (self.budget.fixed, self.lowering.name, sorted(self.lowering.without), sorted(self.stepped.items()))
-        return plan_key(self.settings, captured, given, self.trained(), more)
+    ``step`` is the step that events are noted for.
+    """
+    verb = "compiling" if captured.identity.is_training else "compiling for evaluation:"
+    with captured.tracing() as examples, progress.telling(f"{verb} {compiler.log.name}"):
+        key = compiler.key(captured, given)
+        while True:
+            start = time.perf_counter()
+            try:
+                found = Compilation(compiler, captured, given, step, key).compile(examples)
+            finally:
+                compiler.tried.append(time.perf_counter() - start)
+            if isinstance(found, Compiled):
+                return found
+            captured = replace(captured, capacity=found.capacity)
 
 
-@dataclass
-class Attempt:
-    """The inputs of one attempt to compile a graph."""
-
-    compiler: Compiler
-    captured: Captured
-    given: Plan | None
-    step: int
-    key: str | None
-    """Cache key of the code; None if the code is not stored."""
-    only_looks: bool = False
-    """Whether to run the passes only, for the peak bytes under other budgets."""
+def look(compiler: Compiler, captured: Captured, step: int) -> PeakBytes | None:
+    """Run the passes without compiling, and return the peak bytes under other budgets."""
+    with captured.tracing() as examples:
+        attempt = Compilation(compiler, captured, None, step, None, only_looks=True)
+        attempt.compile(examples)
+    return None if attempt.traced is None else attempt.traced.peak
 
 
 @dataclass

@@ -15,8 +15,9 @@ from fxprec.config.settings import PeakBudget
 from fxprec.driver import progress
 from fxprec.driver.backward import InFlight, Steps, Version, Versions, check_backward
 from fxprec.driver.capture import Captured, Parameters
-from fxprec.driver.compilation import Compiler
+from fxprec.driver.compilation import compile_graph, look
 from fxprec.driver.compiled import Compiled, CompileReport, controller_of, copies_of, keeper_of
+from fxprec.driver.compiler import Compiler
 from fxprec.driver.event_log import EventLog, in_one_line
 from fxprec.driver.option_checks import refuse_offload
 from fxprec.driver.saved_state import GraphState, SavedGraph
@@ -150,7 +151,7 @@ class PlannedGraph:
         self._is_given = given is not None
         if given is None:
             self.compiler.peak.take(part)
-        self._take(self.compiler.compile(self.captured, given, 0))
+        self._take(compile_graph(self.compiler, self.captured, given, 0))
         if self._dump is not None:
             self._dump.tell = lambda detail: self._log.tell("dump", detail)
 
@@ -158,7 +159,7 @@ class PlannedGraph:
         """Compile with the plan ``given``, or solve again if None. The running code is replaced only on success."""
         step = self.step
         self.compiler.tried.clear()  # drop the times of an attempt that failed
-        self._take(self.compiler.compile(self.captured, given, step))
+        self._take(compile_graph(self.compiler, self.captured, given, step))
         detail = f"compiled again in {self._seconds[-1]:.1f} s, {why}"
         self._log.note("relowering", self._log.name, detail, step=step)
 
@@ -346,7 +347,7 @@ class PlannedGraph:
             return None
         if self.compiler.peak.part.shares:  # this plan already has the points of other budgets
             return peak
-        return self.compiler.look(self.captured, self.step)
+        return look(self.compiler, self.captured, self.step)
 
     def take_part(self, part: Part) -> None:
         """Plan for a part of the peak budget and recompile, unless the part is the current one."""

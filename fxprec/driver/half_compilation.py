@@ -30,7 +30,7 @@ from fxprec.passes.lowering.wide_gemms import widen_gemms
 from fxprec.passes.notice import Notice
 
 if TYPE_CHECKING:
-    from fxprec.driver.compilation import Compiler
+    from fxprec.driver.compiler import Compiler
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch.fx import Graph, GraphModule
 
 from fxprec import compat
 from fxprec.driver import progress
-from fxprec.driver.compilation import Attempt
 from fxprec.driver.compiled import Compiled, Retry, Stop
+from fxprec.driver.compiler import Attempt
 from fxprec.driver.event_log import Said
 from fxprec.driver.half_compilation import CompiledHalf, Halves
 from fxprec.driver.memory import CompiledPeak, over_ratio

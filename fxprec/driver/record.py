@@ -7,11 +7,10 @@ not wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +22,8 @@ from fxprec.config import Settings
 from fxprec.driver.compiled import Compiled
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.interpreter import runnable
-from fxprec.driver.lowering import Lowering
 from fxprec.driver.wrappers import Run
-from fxprec.errors import ConfigError, LoweringError
+from fxprec.errors import ConfigError
 from fxprec.ir.symbolic import Quantize
 from fxprec.passes.analysis.inputs import GraphInput
 from fxprec.passes.analysis.joint import results_of
@@ -36,9 +34,6 @@ from fxprec.plan import Site
 from fxprec.report.folder import GraphDump
 from fxprec.report.tensors import Dumped, Origin
 from fxprec.runtime.controller import Controller
-
-if TYPE_CHECKING:
-    from fxprec.driver.graph import PlannedGraph
 
 EVERY = 100  # default of dump_every: one step in so many is written
 LIMIT = 2**30  # default of dump_limit: bytes that a step may write
@@ -72,34 +67,6 @@ class Recorder:
             return run(args)
 
         return compat.boxed(call)
-
-
-@contextmanager
-def recorded(graph: PlannedGraph, recorder: Recorder) -> Iterator[None]:
-    """Run a graph with the reference lowering of its plan inside the context, and let ``recorder`` see it.
-
-    Training steps count as usual. Raises what compiling raises, and `LoweringError` if the reference lowering has other
-    scales, or if there is no plan yet.
-    """
-    controller, compiler = graph.controller, graph.compiler
-    if controller is None:
-        raise LoweringError(f"{compiler.log.name} is being calibrated and has no plan; run a step before this")
-    asked = replace(compiler.settings.asked, lowering="eager", mode="default", verify=False)
-    reference = replace(
-        compiler,
-        settings=replace(compiler.settings, asked=asked),
-        lowering=Lowering(asked, graph.captured.device, compiler.log.notice),
-        dump=None,
-        recorder=recorder,
-        tensors=None,
-        numerics=None,
-    )
-    seen = reference.compile(graph.captured, controller.plan, controller.step)
-    scales = controller.scales
-    if seen.scales != scales or seen.capacity != graph.captured.capacity:
-        raise LoweringError(f"{compiler.log.name}: the reference lowering of its plan carries other scales")
-    with graph.running(replace(seen, plan=controller.plan)):
-        yield
 
 
 class EveryNth:

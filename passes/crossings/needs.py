@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from fxprec.config.config import BLOCK_WAYS
-from fxprec.numerics.blocks import BlockFormat, find_blocks
+from fxprec.numerics.blocks import WHOLE_BITS, BlockFormat, find_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.block_copies import Refusals, asked_of
@@ -19,7 +19,6 @@ from fxprec.passes.analysis.replay.step import Step
 from fxprec.passes.analysis.saved_bytes import bytes_per_element
 from fxprec.passes.analysis.ways import Form
 from fxprec.passes.base import Work
-from fxprec.passes.casts.blocks import WHOLE_BITS
 from fxprec.passes.forms.blocks import Blocks
 from fxprec.passes.forms.host import OnHost
 from fxprec.passes.forms.low import Low
