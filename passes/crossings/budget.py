@@ -1,4 +1,4 @@
-"""Choose for a peak budget: the least time among choices that never hold more."""
+"""Choose for a peak budget: the least time among choices that never exceed it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from fxprec.passes.notice import raised, readable
 from fxprec.plan.lines import place
 from fxprec.plan.rows import PeakBytes, PeakPoint
 
-_MOMENTS = 40  # drawn of each other budget
+_MOMENTS = 40  # moments in the plan for each point of the curve
 
 
 def within_budget(work: Work, needs: Needs, asked: PeakBudget, progress: Progress) -> tuple[Fit, PeakBytes]:
-    """Choose for the budget. Raises `BudgetError` where none is found."""
+    """Return the choice for the budget, and its bytes. Raises `BudgetError` if no choice is found."""
     device = work.joint.table.meta["val"].device
     part, rates = work.peak_part, Rates.of(device)
     high = Chooser(Problem(needs, rates, ())).unlimited
     chooser = Either.of(needs, rates, work.settings.ways, progress)
-    everything = high.peak + part.beyond  # a share is one of what a step holds as compiled, as far as that is known
+    everything = high.peak + part.beyond  # a budget that is a share refers to the compiled step's peak, if known
     budget = asked.bytes_of(everything) if part.budget is None else part.budget
-    offers = part.shares or part.wants_curve  # to other graphs
+    offers = part.shares or part.wants_curve  # other graphs of the step may need this graph's curve
     fits = chooser.curve(waiting=offers) if offers or work.looks_at_budgets else ()
     if part.is_provisional and asked.is_share:
-        budget = max(budget, fits[-1].peak)  # of all graphs' together it will be a share
+        budget = max(budget, fits[-1].peak)  # later it will be a share of all graphs' peak together
     free = 0 if asked.is_share else reserved(device, budget)
     bound = part.bound(budget, free)
     fit = fits[-1] if part.is_provisional else chooser.within(bound)
@@ -82,7 +82,7 @@ def _out_of_reach(budget: int, least: int, free: int, work: Work, fit: Fit, high
 
 
 def _what_holds(fit: Fit, work: Work) -> str:
-    """Name the largest tensors that live at the peak by the user's modules and lines, with their bytes."""
+    """Return the largest tensors that are live at the peak, with the user's modules and lines, and their bytes."""
     timeline, held = fit.held.timeline, fit.held
     peak = max(range(len(timeline.live)), key=timeline.live.__getitem__)
     living = [i for i, born in timeline.born.items() if born <= peak <= timeline.dies[i]]
@@ -92,7 +92,7 @@ def _what_holds(fit: Fit, work: Work) -> str:
 
 
 def _whose(node: Node, work: Work) -> str:
-    """Return what a node makes, in the user's names: ``of layers.0, model.py:7 (node addmm)``."""
+    """Return a node's origin in the user's names: ``of layers.0, model.py:7 (node addmm)``."""
     parameter = next((p for p, (_, gradient) in work.joint.gradients.items() if node in _seen_through(gradient)), None)
     if parameter is not None:
         return f"the gradient of {work.joint.describe(parameter).name} (node {node.name})"
@@ -108,7 +108,7 @@ def _whose(node: Node, work: Work) -> str:
 
 
 def _seen_through(node: Node) -> list[Node]:
-    """Return a node and what it is a view or a conversion of."""
+    """Return a node, and the nodes that it is a view or conversion of."""
     found = [node]
     while found[-1].all_input_nodes and is_view_or_cast(found[-1]):
         found.append(found[-1].all_input_nodes[0])

@@ -1,7 +1,7 @@
-"""Make choices that keep one value of each equal block and recompute the rest, as a user's checkpoints do.
+"""Build choices that keep one value of each equal block and recompute the rest, as a user's checkpoints do.
 
-A search that ends with nothing within a tight budget may miss them: what its rows say of a moment is a guess for
-choices far from the one that was replayed.
+A search may miss these choices under a tight budget: its rows only estimate the live bytes of choices far from the
+replayed one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fxprec.passes.forms.own import Own
 
 
 def checkpoints(problem: Problem, kept: Ways) -> Iterator[Ways]:
-    """Yield choices for each position in a block; ``kept`` says what is done outside of the equal blocks."""
+    """Yield choices for each position in a block; ``kept`` has the ways of values outside the equal blocks."""
     nodes = problem.nodes
     for first, size, blocks in find_repeats([problem.trait(node) for node in nodes]):
         inside = set(nodes[first : first + size * blocks])
@@ -34,7 +34,7 @@ def checkpoints(problem: Problem, kept: Ways) -> Iterator[Ways]:
 
 
 def _kept_as(kind: type[Form], nodes: Iterable[Node], problem: Problem) -> Iterator[tuple[Node, Form]]:
-    """Yield the form of a kind for each value that has one, else the first."""
+    """Yield (value, form) for each value that can be kept: a form of class ``kind`` if it has one, else its first."""
     for node in nodes:
         forms = [way for way in problem.ways(node) if isinstance(way, Form)]
         of_kind = [form for form in forms if isinstance(form, kind)]

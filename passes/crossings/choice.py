@@ -1,7 +1,7 @@
-"""Choose which values to keep, narrow or compute again, so that a step of least time never holds more than a budget.
+"""Choose which values to keep, narrow or recompute, so that a step takes the least time within a memory bound.
 
-The tensors that live at a moment depend on the choice. So bounds are added one by one: choose (`problem`), replay the
-step (`step.Held`), bound the moments above the budget by what the replay shows there, choose again.
+Which tensors are live at a moment depends on the choice. So bounds are added one by one: choose (`problem`), replay the
+step (`step.Held`), add a row for each moment above the budget with the live bytes of the replay, and choose again.
 """
 
 from __future__ import annotations
@@ -23,52 +23,55 @@ from fxprec.passes.part import Bound
 _ROUNDS, _FEW_ROUNDS = 12, 5
 _TIGHTER = (0.95, 0.9)
 _MOMENTS = 12
-_NEAR = 8  # of moments this close, the one that holds most
+_NEAR = 8  # among moments this close only the one with the most live bytes gets a row
 _TRIALS = 5
-_PRECISION = 0.01  # of the least peak
+_PRECISION = 0.01  # relative precision of the least peak
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of the step: by column, the bytes of each way that lives or would live, and the bytes of all else."""
+    """A moment of the step, with the bytes that are live then.
+
+    ``sizes`` has, by column, the bytes of each way that is live then, or would be. ``base`` has all other live bytes.
+    """
 
     sizes: dict[int, float]
     base: float
     is_between: bool = False
-    """Whether it is the moment between forward and backward."""
+    """Whether this is the moment between forward and backward."""
 
     def row(self, bound: Bound) -> Row:
-        """Return the solver's inequality: coefficients by column, lower and upper limit, in bytes."""
+        """Return the solver's row: coefficients by column, lower and upper limit, in bytes."""
         return self.sizes, -np.inf, (bound.waiting if self.is_between else bound.peak) - self.base
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A choice, and what its replay holds."""
+    """A choice, and the tensors in memory when it is replayed."""
 
     held: Held
     ways: Ways
     seconds: float
-    """Predicted, of computing again, rounding and moving."""
+    """Predicted time of recomputing, rounding and moving values."""
 
     @property
     def peak(self) -> int:
-        """Bytes that live at the step's peak."""
+        """Return the live bytes at the step's peak."""
         return self.held.peak
 
     @property
     def waiting(self) -> int:
-        """Bytes that live between forward and backward: saved tensors and outputs."""
+        """Return the bytes that are live between forward and backward: saved tensors and outputs."""
         return self.held.timeline.waiting
 
     def excess(self, bound: Bound) -> float:
-        """Return by how many bytes the choice exceeds a bound at most; 0 or less where it does not."""
+        """Return the most bytes by which the choice exceeds either limit of a bound; 0 or less if it does not."""
         return max(self.peak - bound.peak, self.waiting - bound.waiting)
 
 
 @dataclass
 class Chooser:
-    """Finds the choice of least time under a budget."""
+    """Finds the choice of least time within a bound."""
 
     problem: Problem
 
@@ -77,8 +80,8 @@ class Chooser:
         self._order = {n: i for half in (step.forward, step.backward) for i, n in enumerate(half)}
         self._first, self._last = self._wanted_when()
         self._left = self._left_when()
-        self._missed = 0.0  # the last bound that was out of reach
-        self._lowest: Fit | None = None  # what `lowered` found there
+        self._missed = 0.0  # the last peak bound that `within` could not reach
+        self._lowest: Fit | None = None  # the choice of least peak found for that bound
 
     @cached_property
     def unlimited(self) -> Fit:
@@ -92,7 +95,7 @@ class Chooser:
         self.problem.effort.renew()
         found = [] if known is None else [known]
         found += self.approach(bound, known=known)
-        for share in _TIGHTER:  # where a search ends with nothing, one for a tighter bound may not
+        for share in _TIGHTER:  # a search for a tighter bound may succeed where the search for the bound fails
             if not _within(found, bound):
                 found += self.approach(Bound(share * bound.peak, bound.waiting), _FEW_ROUNDS)
         if not _within(found, bound):
@@ -105,7 +108,7 @@ class Chooser:
 
     @cached_property
     def _checkpointed(self) -> list[Fit]:
-        """The choice of least peak that keeps one value of each equal block; empty where no blocks are equal."""
+        """Return the choice of least peak that keeps one value of each equal block; empty if no blocks are equal."""
         size, found = len(self.unlimited.held.items), list[Fit]()
         for ways in checkpoints(self.problem, self.unlimited.ways):
             if not self.problem.effort.replay(size):
@@ -116,7 +119,7 @@ class Chooser:
     def approach(
         self, bound: Bound, rounds: int = _ROUNDS, known: Fit | None = None, gap: float = EXACT
     ) -> Iterator[Fit]:
-        """Yield choices under more and more bounds, until one is within ``bound`` or the problem has no solution.
+        """Yield choices under more and more rows, until one is within ``bound`` or the problem has no solution.
 
         With ``known``, a choice within ``bound``, only choices that take less time are searched.
         """
@@ -138,7 +141,7 @@ class Chooser:
         yield fit
 
     def least(self, known: Fit | None = None) -> Fit:
-        """Return the choice of the least peak that was found, in a few trials; ``known`` is one.
+        """Return the choice of the least peak that a few trials find; ``known`` is one to start from.
 
         The trials lie between the bound that `within` missed, if any, and the least known peak.
         """
@@ -159,10 +162,11 @@ class Chooser:
         return self.lowered(best)
 
     def lowered(self, fit: Fit, enough: float = 0.0) -> Fit:
-        """Return a choice that holds less: values kept at the peak go another way, one after the other.
+        """Return a choice with a lower peak: change the way of values that are kept at the peak, one at a time.
 
-        The largest value goes first, as long as the peak falls, down to ``enough``. A problem's bound is a guess for
-        choices far from the replayed one; this search uses replays alone.
+        The largest value is tried first. The search ends when no change lowers the peak, or the peak is at most
+        ``enough``. The solver's rows only estimate the live bytes of choices far from the replayed one; this search
+        uses replays alone.
         """
         best, effort = fit, self.problem.effort
         while best.peak > enough:
@@ -177,7 +181,7 @@ class Chooser:
         return best
 
     def _neighbours(self, fit: Fit) -> Iterator[Ways]:
-        """Yield choices in which one value that lives at the peak is not kept, or in another format."""
+        """Yield choices that differ in one value that is live at the peak: it is not kept, or kept in another form."""
         live = fit.held.timeline.live
         top = max(range(len(live)), key=live.__getitem__, default=0)
         kept = {node: way for node, way in fit.ways.items() if isinstance(way, Form)}
@@ -193,7 +197,7 @@ class Chooser:
                     yield ways
 
     def narrowed(self, fit: Fit) -> Fit:
-        """Return a choice whose values at the peak are in their narrowest formats, as long as that lowers the peak."""
+        """Return a choice whose values at the peak have their narrowest forms, as long as that lowers the peak."""
         best = fit
         while True:
             live = best.held.timeline.live
@@ -209,16 +213,16 @@ class Chooser:
             best = found
 
     def replayed(self, ways: Ways) -> Fit:
-        """Replay a choice; return it with what it holds and the seconds it takes."""
+        """Replay a choice; return the choice with the tensors in memory and its seconds."""
         needs, inputs = self.problem.needs, self.problem.inputs
         kept = {node: form for node, form in needs.kept.items() if needs.step.is_there(node)}  # copies of inputs
         kept |= {node: way for node, way in ways.items() if isinstance(way, Form) and node not in inputs}
         return Fit(Held(needs.step, kept), ways, sum(self.problem.seconds(node, way) for node, way in ways.items()))
 
     def _wanted_when(self) -> tuple[dict[Node, int], dict[Node, int]]:
-        """Return when backward first and last reads a value, by position among backward's nodes.
+        """Return when backward first and last reads each value, by position among backward's nodes.
 
-        The answer is a guess for values that only repeated nodes read.
+        For values that only repeated nodes read, the positions are estimates.
         """
         step = self.problem.needs.step
         first: dict[Node, int] = {}
@@ -234,7 +238,7 @@ class Chooser:
         return first, last
 
     def _left_when(self) -> dict[Node, int]:
-        """Return when forward last reads a value, a view of it included, by position among forward's nodes."""
+        """Return when forward last reads each value, views included, by position among forward's nodes."""
         left = dict[Node, int]()
         for position, node in reversed([*enumerate(self.problem.needs.step.forward)]):
             left.setdefault(node, position)
@@ -243,7 +247,7 @@ class Chooser:
         return left
 
     def _moments(self, fit: Fit, bound: Bound) -> Iterator[Moment]:
-        """Yield the moments above a bound at which a choice holds most."""
+        """Yield the moments above a bound at which most bytes are live."""
         live = fit.held.timeline.live
         tops = [
             t
@@ -260,7 +264,7 @@ class Chooser:
             yield Moment(sizes, base, is_between=True)
 
     def _waiting(self, fit: Fit) -> Iterator[tuple[int, float]]:
-        """Yield the columns of ways that wait for backward, or would, and their bytes."""
+        """Yield (column, bytes) for each way whose tensor waits for backward, or would."""
         for (node, way), column in self.problem.columns.items():
             if isinstance(way, Form) and not way.is_on_host:
                 is_chosen = fit.ways.get(node) == way
@@ -279,7 +283,7 @@ class Chooser:
                 yield column, float(self.problem.size(node, way) if isinstance(way, Form) else bytes_of(node))
 
     def _would_live(self, node: Node, anchor: Node, way: Way) -> bool:
-        """Guess whether a value would live while ``anchor`` runs, if it went this way."""
+        """Estimate whether a value would be live while ``anchor`` runs, if backward got it in this way."""
         moment = self._order[anchor]
         if anchor not in self.problem.needs.step.behind:
             is_left = way.is_on_host and moment > self._left[node]
@@ -296,7 +300,7 @@ def _within(fits: Iterable[Fit], bound: Bound) -> list[Fit]:
 
 
 def _lies(node: Node) -> bool:
-    """Guess whether a value that is computed again lies in memory."""
+    """Estimate whether a recomputed value is written to memory."""
     kind = kind_of(node)
     if kind is not Kind.FUSED:
         return kind not in (Kind.FREE, Kind.VIEW)

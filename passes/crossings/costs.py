@@ -1,4 +1,4 @@
-"""Estimate the seconds to compute a value again or to keep it, by rough rates of the device."""
+"""Estimate the seconds to recompute a value or to keep it, from rough rates of the device."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fxprec.passes.analysis.ways import Form
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of one device; only their ratio decides."""
+    """Rates of one device; only their ratios matter."""
 
     bytes_per_s: float
     flop_per_s: float
     host_bytes_per_s: float = 5e9
-    """Rate of copies to host memory, and back."""
+    """Rate of copies to host memory, and of copies back."""
     call_s: float = 1e-6
-    """Seconds of the device between a kernel and a copy to host memory behind it."""
+    """Seconds of the device between a kernel and a copy to host memory that follows it."""
 
     @classmethod
     def of(cls, device: torch.device) -> Rates:
-        """Return the rates of a GPU that `gemm_costs` knows, or those of a CPU's core."""
+        """Return the rates of a GPU that `gemm_costs` knows, or the rates of one CPU core."""
         gpu = gemm_costs.gpu_of(device)
         if gpu is None:
             return _CPU
@@ -37,7 +37,7 @@ class Rates:
         return cls(costs.bytes_per_s, costs.bf16_flop_per_s, costs.host_bytes_per_s, costs.launch_s)
 
     def again(self, node: Node) -> float:
-        """Return the seconds of running a node once more."""
+        """Return the seconds of running a node again."""
         kind = kind_of(node)
         if kind in (Kind.FREE, Kind.VIEW, Kind.PIECE):
             return 0.0
@@ -49,18 +49,19 @@ class Rates:
         return sum(map(self.again, (*step.forward, *step.backward)))
 
     def keeping(self, node: Node, size: int) -> float:
-        """Return the seconds of writing and reading ``size`` bytes; a kernel's own result is written anyway."""
+        """Return the seconds of writing and reading ``size`` bytes; a result that does not fuse is written anyway."""
         passes = 2 if kind_of(node) is Kind.FUSED else 1
         return passes * size / self.bytes_per_s
 
     def moving(self, size: int) -> float:
-        """Return the seconds of copying ``size`` bytes to host memory and back, with nothing beside."""
+        """Return the seconds of copying ``size`` bytes to host memory and back, if nothing else runs meanwhile."""
         return 2 * (size / self.host_bytes_per_s + self.call_s)
 
     def rounding(self, node: Node, form: Form) -> float:
-        """Return the seconds of encoding and decoding, and of an error of e4m3's as many again, of others to match.
+        """Return the seconds of encoding and decoding, plus a penalty in proportion to the format's error.
 
-        So of equals what rounds nothing wins, and 4 bits win over what takes longer than 8 passes over a value.
+        e4m3's penalty is as long as its encoding and decoding. So among choices equal otherwise, the one without
+        rounding wins. 4 bits win against a way that takes longer than 8 passes over a value.
         """
         val = value(node)
         assert form.format is not None, "a value itself is not rounded"
@@ -70,7 +71,10 @@ class Rates:
 
 
 def _error(fmt: AnyFormat) -> float:
-    """Return a format's relative error, root mean square, of normal numbers: of integers random within 7 deviations."""
+    """Return a format's relative error, root mean square, for normal numbers; integers span 7 deviations.
+
+    Integers of fewer than 8 bits are rounded at random.
+    """
     if isinstance(fmt, BlockFormat) and isinstance(fmt.element, Integer):
         steps = 7 / fmt.element.largest
         return float(steps / (6 if fmt.bits < WHOLE_BITS else 12) ** 0.5)
@@ -80,5 +84,5 @@ def _error(fmt: AnyFormat) -> float:
 
 
 _HIGH_BYTES = 2
-# One core with AVX-512 and bf16 instructions; what runs on two cores has both twice.
+# One core with AVX-512 and bf16 instructions; on two cores both rates double.
 _CPU = Rates(bytes_per_s=1e10, flop_per_s=1.2e11)

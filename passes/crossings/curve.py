@@ -16,10 +16,10 @@ _SHOWN = 7
 
 
 def curve(choosers: Sequence[Chooser], *, waiting: bool = False) -> tuple[Fit, ...]:
-    """Return choices from the highest peak to the lowest, each of less time than the next.
+    """Return choices from the highest peak to the lowest; each takes less time than the next.
 
-    The best of what several choosers find. With ``waiting`` what lives between the halves counts too: choices of which
-    less waits are part of them.
+    They are the best that several choosers find. With ``waiting``, the bytes between the halves count too, and choices
+    with fewer of them are among the results.
     """
     gap = EXACT if waiting else ROUGHLY
     found: list[Fit] = []
@@ -35,9 +35,10 @@ def curve(choosers: Sequence[Chooser], *, waiting: bool = False) -> tuple[Fit, .
 
 
 def _descent(chooser: Chooser, bounds: Iterable[Bound], gap: float) -> Iterator[Fit]:
-    """Yield every choice on the way to one bound after the other, until one is out of reach.
+    """Yield every choice found on the way to one bound after the other, until one bound is out of reach.
 
-    Each search begins anew: what was guessed of moments that another choice has makes the next problem too tight.
+    Each search starts without the earlier rows, whose estimates for another choice would make the next problem too
+    tight.
     """
     for bound in bounds:
         fits = list(chooser.approach(bound, _ROUNDS, gap=gap))
@@ -47,7 +48,7 @@ def _descent(chooser: Chooser, bounds: Iterable[Bound], gap: float) -> Iterator[
 
 
 def _spread(fits: Sequence[Fit]) -> tuple[Fit, ...]:
-    """Keep both ends, and between them the choices nearest to equal steps of the peak."""
+    """Return both ends, and between them the choices nearest to equal steps of the peak."""
     high, low = fits[0].peak, fits[-1].peak
     wanted = (high + (low - high) * i / (_SHOWN - 1) for i in range(_SHOWN))
     kept = {min(range(len(fits)), key=lambda i: abs(fits[i].peak - peak)) for peak in wanted}
@@ -55,7 +56,7 @@ def _spread(fits: Sequence[Fit]) -> tuple[Fit, ...]:
 
 
 def _best_of(fits: Iterable[Fit], *, waiting: bool) -> tuple[Fit, ...]:
-    """Drop each choice that another beats in time and bytes."""
+    """Return the choices that no other choice beats in both time and bytes."""
     kept: list[Fit] = []
     for fit in sorted(fits, key=lambda f: (f.seconds, f.peak, f.waiting)):
         if not any(k.peak <= fit.peak and (not waiting or k.waiting <= fit.waiting) for k in kept):

@@ -1,8 +1,8 @@
 """Take the best of several searches: with and without block formats, with copies to host memory hidden and exposed.
 
 Block formats enlarge the search space, so within the same node limit the solver may return a worse choice. Whether a
-copy is hidden depends on all other copies. So one search assumes that all are hidden, another that none is; `overlap`
-replays what is.
+copy is hidden behind kernels depends on all other copies. So one search assumes that all copies are hidden, and another
+that none is; `overlap` then replays the result.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from fxprec.passes.part import Bound
 
 @dataclass(frozen=True)
 class Either:
-    """Finds choices that are never worse than those without block formats."""
+    """Choosers whose best result is never worse than the result without block formats."""
 
     plain: Chooser
     blocks: Chooser | None
     hidden: Chooser | None = None
-    """A chooser that assumes that copies to host memory are hidden."""
+    """A chooser that assumes that all copies to host memory are hidden."""
 
     @classmethod
     def of(cls, needs: Needs, rates: Rates, allowed: Collection[str], progress: Progress | None = None) -> Either:
-        """Make the choosers for the forms that ``needs`` offers and ``allowed`` permits; ``rates`` price the ways."""
+        """Build choosers for the forms that ``needs`` offers and ``allowed`` permits; ``rates`` give the costs."""
         progress = Progress() if progress is None else progress
 
         def chooser(*more: str, hides_copies: bool = False) -> Chooser:
@@ -47,7 +47,7 @@ class Either:
         )
 
     def within(self, bound: Bound) -> Fit | None:
-        """Return a choice within a bound, of the least time found; or None."""
+        """Return the fastest choice found within a bound, or None."""
         fit = self.plain.within(bound)
         if self.blocks is not None:
             fit = self.blocks.within(bound, fit)
@@ -57,11 +57,11 @@ class Either:
         return min(found, key=lambda fit: fit.seconds, default=None)
 
     def least(self) -> Fit:
-        """Return the choice of the least peak that was found."""
+        """Return the choice with the least peak that was found."""
         fit = self.plain.least()
         fit = fit if self.blocks is None else self.blocks.least(fit)
         return overlapped(fit, self.plain.problem, fit.peak)
 
     def curve(self, *, waiting: bool) -> tuple[Fit, ...]:
-        """Return choices from the highest peak to the lowest, each of less time than the next."""
+        """Return choices from the highest peak to the lowest; each takes less time than the next."""
         return curve([c for c in (self.plain, self.blocks, self.hidden) if c is not None], waiting=waiting)

@@ -1,4 +1,4 @@
-"""Follow the choice in a given plan: the way that each value went when the plan was made."""
+"""Follow the choice in a given plan: the way that each value had when the plan was made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fxprec.plan.rows import PeakBytes, Site
 
 
 def as_given(work: Work, needs: Needs, given: GivenPeak) -> tuple[Fit, PeakBytes]:
-    """Return the choice that a plan's ways make. Raises `PlanError` where they leave out what backward needs."""
+    """Return the choice of a plan's ways. Raises `PlanError` if they leave out a value that backward needs."""
     kept: dict[Node, Form] = {}
     nodes = {row: node for node, row in needs.rows.items()}
     for site in given.sites:
@@ -47,7 +47,7 @@ def as_given(work: Work, needs: Needs, given: GivenPeak) -> tuple[Fit, PeakBytes
 
 
 def _form_of(needs: Needs, node: Node, site: Site) -> Form:
-    """Return the form that a row of a given plan asks for. Raises `PlanError` where it is no choice."""
+    """Return the form that a row of a given plan names. Raises `PlanError` if the value cannot have it."""
     found, is_promoted = [f for f in needs.forms[node] if f.is_said_by(site)], site.promoted_at is not None
     entry = f"sites[{site.id}].way ({site.tensor})"
     if site.way == "offload":
@@ -72,11 +72,11 @@ def _form_of(needs: Needs, node: Node, site: Site) -> Form:
             f"{entry} of the given plan is {site.way!r}, and no form of the value serves all that backward reads of it "
             "in that way; give it the way 'keep', or plan again"
         )
-    return found[-1]  # a copy before the value itself
+    return found[-1]  # the last: a copy is preferred to the value itself
 
 
 def _moved(forms: Iterable[Form], entry: str) -> Form:
-    """Return the form in host memory. Raises `PlanError` where a value cannot wait there."""
+    """Return the form in host memory. Raises `PlanError` if the value cannot wait there."""
     found = [form for form in forms if form.is_on_host]
     if not found:
         raise PlanError(_cannot_move(entry, _STAYS))
@@ -91,7 +91,7 @@ _STAYS = "a value stays on the device whose size is dynamic, which is an output,
 
 
 def _refuse_sources(needs: Needs, repeated: Node, kept: Mapping[Node, Form]) -> None:
-    """Raise `PlanError` where a given plan computes a value again from a form that serves no such reader."""
+    """Raise `PlanError` if a given plan recomputes a value from a form that does not tolerate it."""
     for source in map(needs.step.shown, repeated.all_input_nodes):
         form = kept.get(source)
         if form is not None and Demand.AGAIN_LOW not in form.bears and repeated not in needs.step.decoded:

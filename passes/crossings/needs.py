@@ -1,4 +1,4 @@
-"""Find the values that backward reads of forward, in a graph whose casts are settled, and the forms they may take."""
+"""Find the forward values that backward needs, and the forms in which each value may be kept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fxprec.passes.forms.own import Own
 
 @dataclass(frozen=True)
 class Needs:
-    """What backward reads of forward, and how each value may be kept."""
+    """The forward values that backward needs, and the forms in which each may be kept."""
 
     step: Step
     exactly: set[Node] = field(default_factory=set)
@@ -35,34 +35,35 @@ class Needs:
     roughly: set[Node] = field(default_factory=set)
     """Values of which backward reads a low copy."""
     forms: dict[Node, tuple[Form, ...]] = field(default_factory=dict)
-    """The forms in which a value may be kept."""
+    """The forms in which each value may be kept."""
     kept: dict[Node, Form] = field(default_factory=dict)
-    """Values that must be kept, with the form: a checkpointed region's inputs, what its policy saves, values that a
-    rounded copy spoils, and copies whose format the recipe or a given plan names."""
+    """Values that must be kept, with the form: inputs of checkpointed regions, values that a region's policy saves,
+    values that recomputation from a rounded copy would spoil, and copies in the format that the recipe or a given plan
+    names."""
     read_as_it_is: set[Node] = field(default_factory=set)
-    """Values that backward reads itself, not a copy."""
+    """Values of which backward reads the value itself, not a copy."""
     refused: dict[Node, str] = field(default_factory=dict)
-    """Why a value may be kept in none of the block formats that are allowed."""
+    """Why a value may be kept in none of the allowed block formats."""
     rows: dict[Node, int] = field(default_factory=dict)
-    """The site of a value that has one."""
+    """The site of each value that has one."""
 
 
 @dataclass
 class _Copies:
-    """The copies of each value that may be kept in its place."""
+    """The formats of copies that may replace each value."""
 
     own: dict[Node, Format | None] = field(default_factory=dict)
-    """The format of a copy that stands for a value; None: the value itself."""
+    """The format of a copy that replaces a value; None: the value itself is kept."""
     low: dict[Node, Format] = field(default_factory=dict)
 
     def forbid(self, node: Node) -> None:
-        """Allow no copy of a value: it is kept as it is."""
+        """Allow no copy of a value, so that the value itself is kept."""
         self.own[node] = None
         self.low.pop(node, None)
 
 
 def needs_of(work: Work) -> Needs:
-    """Return what backward reads, from a graph in which `compute_high` has settled the readers of stored copies."""
+    """Return the forward values that backward needs, once compute-high has decided who reads stored copies."""
     needs, copies = Needs(Step(work.joint, work.settings.processor, work.stepped)), _Copies()
     hi = work.settings.recipe.hi
     _add_unread(needs, copies, work)
@@ -88,7 +89,7 @@ def needs_of(work: Work) -> Needs:
     for node in needs.step.forward:
         if _can_keep(node):
             copies.own.setdefault(node, None)
-        elif copies.own.get(node) is None:  # a view of another value, of which no copy is made
+        elif copies.own.get(node) is None:  # a view of another value: no copy is made of it
             copies.own.pop(node, None)
     _offer(needs, copies, work)
     return needs
@@ -113,7 +114,7 @@ def _add_starts(needs: Needs, copies: _Copies) -> None:
 
 
 def _add_spoiled(needs: Needs, work: Work) -> None:
-    """Keep values that 16 bits spoil, where they would be computed again from a copy that may be rounded."""
+    """Keep values that 16 bits would spoil, if they would be recomputed from a copy that may be rounded."""
     for node in needs.read_as_it_is:
         tensor = work.grouped.values.get(node)
         kept = None if tensor is None else work.book.kept.get(tensor.id)
@@ -134,9 +135,9 @@ def _comes_from_copies(needs: Needs, node: Node) -> bool:
 
 
 def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
-    """List the forms of each value; first the forms from which more values may be computed again."""
+    """List the forms of each value, those first that serve the most recomputations."""
     blocks, movable = _in_blocks(needs, copies, work), _movable(needs, copies)
-    if not work.fits_peak:  # the format that is asked for is no matter of costs
+    if not work.fits_peak:  # the recipe's or plan's block format is used whatever it costs
         needs.kept.update({node: form for node, forms in blocks.items() for form in forms})
     for node, own in copies.own.items():
         plain = [Own(own), *([Low(copies.low[node])] if node in copies.low else ())]
@@ -145,7 +146,7 @@ def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
 
 
 def find_formats(work: Work) -> list[BlockFormat]:
-    """Return the block formats that a peak budget may choose: those of a given plan, of ``ways``, or of the recipe."""
+    """Return the block formats that a peak budget may choose: from a given plan, from ``ways``, or from the recipe."""
     if work.given is not None:
         return [find_blocks(name) for name in sorted({site.saved_as for site in work.given.sites} - {""})]
     saved, asked = work.settings.recipe.saved, [way for way in work.settings.ways if way in BLOCK_WAYS]
@@ -155,7 +156,7 @@ def find_formats(work: Work) -> list[BlockFormat]:
 
 
 def _in_blocks(needs: Needs, copies: _Copies, work: Work) -> dict[Node, list[Blocks]]:
-    """Find the block formats of each value that backward reads as a single copy."""
+    """Return the forms in blocks of each value that backward reads as a single copy."""
     refusals, hi, found = Refusals(work), work.settings.recipe.hi, dict[Node, list[Blocks]]()
     for node, (q, *others) in needs.step.stored.items():
         if others or node in needs.read_as_it_is:
@@ -174,7 +175,10 @@ def _in_blocks(needs: Needs, copies: _Copies, work: Work) -> dict[Node, list[Blo
 
 
 def _movable(needs: Needs, copies: _Copies) -> set[Node]:
-    """Find the values that may wait in host memory: static, not empty, dense, no output, stored as one copy at most."""
+    """Return the values that may wait in host memory.
+
+    Such a value has a static shape, is not empty, is dense, is no output, and is stored as one copy at most.
+    """
     found = set[Node]()
     for node in copies.own:
         val = tensor_of(node)
@@ -186,7 +190,7 @@ def _movable(needs: Needs, copies: _Copies) -> set[Node]:
 
 
 def _add_unread(needs: Needs, copies: _Copies, work: Work) -> None:
-    """Allow low copies of values that backward does not read: others may be computed again from them."""
+    """Allow low copies of values that backward does not read, since others may be recomputed from them."""
     recipe, known = work.settings.recipe, set(needs.step.forward)
     for site in work.book.sites:
         node = work.book.values.get(site.id)

@@ -1,8 +1,8 @@
-"""Run copies to host memory and back beside the kernels: place the waits, and sum the seconds that kernels wait.
+"""Overlap copies to host memory and back with kernels: place the waits, and sum the seconds that kernels wait.
 
-Copies run one after the other on a stream of their own, kernels on another. A tensor takes memory until a kernel waits
-for its copy out, and again from the start of its copy back. Each copy runs as long as the bound leaves memory for; the
-rest of its time is exposed.
+Copies run one after the other on a stream of their own, kernels on another stream. A tensor takes device memory until a
+kernel waits for its copy out, and again from the start of its copy back. A copy overlaps with kernels as long as the
+bound leaves memory for its tensor. The rest of its time is exposed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fxprec.passes.crossings.problem import Problem
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy that begins behind kernel ``at``; behind kernel ``needless`` nothing but the copy reads its tensor."""
+    """A copy that begins behind kernel ``at``; behind kernel ``needless`` only the copy still reads its tensor."""
 
     at: int
     needless: int
@@ -28,17 +28,17 @@ class Copy:
 
 @dataclass(frozen=True)
 class Waits:
-    """The kernel behind which each copy is waited for, and the seconds that kernels wait in all."""
+    """The kernel behind which each copy is waited for, and the total seconds that kernels wait."""
 
     behind: list[int]
     exposed: float
 
 
 def waits(seconds: Sequence[float], live: Sequence[float], copies: Sequence[Copy], bound: float) -> Waits:
-    """Return when copies are waited for, behind kernels that take ``seconds`` and hold ``live`` bytes.
+    """Return when each copy is waited for, beside kernels that take ``seconds`` and have ``live`` bytes in memory.
 
-    A copy is waited for as soon as it is done, but earlier where the next kernel would hold more than ``bound``. All of
-    them are done behind the last kernel.
+    A copy is waited for as soon as it is done, or earlier if the next kernel would exceed ``bound``. All copies are
+    done behind the last kernel.
     """
     clock = lane = 0.0
     behind = [0] * len(copies)
@@ -54,7 +54,7 @@ def waits(seconds: Sequence[float], live: Sequence[float], copies: Sequence[Copy
         ready = [(i, done) for i, done in pending if copies[i].needless <= time]
         for number, (i, done) in enumerate(ready):
             if done > clock:
-                # A tensor that lives on for another reason is part of ``live``.
+                # A tensor that is live for another reason is already part of ``live``.
                 if sum(copies[j].bytes for j, end in ready[number:] if end > clock) <= room:
                     break
                 clock = done
@@ -64,9 +64,9 @@ def waits(seconds: Sequence[float], live: Sequence[float], copies: Sequence[Copy
 
 
 def overlap(held: Held, rates: Rates, bound: float) -> float:
-    """Let the copies of a replayed step run beside its kernels, within ``bound``; return the exposed seconds.
+    """Overlap the copies of a replayed step with its kernels, within ``bound``; return the exposed seconds.
 
-    The replay counts what waits for its copy from then on.
+    Afterwards the replay also counts tensors that wait for their copy.
     """
     if not held.hosts:
         return 0.0
@@ -84,7 +84,7 @@ def overlap(held: Held, rates: Rates, bound: float) -> float:
 
     out = [copy(v, time[held.hosts[v]], line.dies[stored(v)]) for v in values]
     found = waits(seconds[: line.split], line.live[: line.split], out, bound)
-    # Backward in time the copies back are copies out: each begins before its reader, and lives until it is done.
+    # With time reversed a copy back is a copy out: it begins at its reader, and its tensor is live until it is done.
     back = sorted(values, key=lambda v: -time[held.back[v]])
     again = [copy(v, end - time[held.back[v]], end - time[held.back[v]]) for v in back]
     turned = waits(seconds[: line.split - 1 : -1], line.live[: line.split - 1 : -1], again, bound)
@@ -98,7 +98,7 @@ def overlap(held: Held, rates: Rates, bound: float) -> float:
 
 
 def _seconds(held: Held, rates: Rates) -> list[float]:
-    """Return what each kernel of a replay takes; the copies themselves are on no kernel's stream."""
+    """Return the seconds of each kernel of a replay; copies to and from host memory take none of their stream."""
     lane, stored = {*held.hosts.values(), *held.back.values()}, {*held.copies.values()}
 
     def taken(item: int) -> float:
@@ -110,7 +110,7 @@ def _seconds(held: Held, rates: Rates) -> list[float]:
 
 
 def overlapped(fit: Fit, problem: Problem, bound: float) -> Fit:
-    """Return a choice whose copies run beside its kernels as far as ``bound`` lets them, with the time that is left."""
+    """Return a choice with its copies overlapped within ``bound``, and with only the exposed time in its seconds."""
     if not fit.held.hosts:
         return fit
     held = Held(problem.needs.step, fit.held.kept)

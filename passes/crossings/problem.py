@@ -1,9 +1,9 @@
-"""The ways that each value may go, and what they ask of each other, as a mixed-integer problem.
+"""Model the ways of all values, and the values' demands on each other, as a mixed-integer problem.
 
-Each value of forward that backward needs is there in one way: kept in one of its forms (`passes.forms`), or computed
-again from what is itself exact, or from what may be rounded. Computing it again asks for its operands, in forms that
-bear it. That is a minimum cut but for bounds on what lives at each moment, so the relaxed problem is nearly whole:
-HiGHS solves that, and then searches the few fractions that are left.
+Backward gets each forward value that it needs in one way. The value is kept in one of its forms (`passes.forms`), or
+recomputed, either from exact operands or from operands that may be rounded. A recomputation needs its operands, in
+forms that tolerate it. Without bounds on the bytes that are live at each moment this is a minimum cut. So the relaxed
+problem's solution has few fractions: HiGHS solves the relaxed problem, and then searches these fractions.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ if TYPE_CHECKING:
     from scipy.optimize import LinearConstraint
     from scipy.sparse import csr_array
 
-# Repeated where nothing may be computed again, too: Inductor does so by itself.
+# Kinds that may be recomputed without the option 'recompute', because Inductor repeats them by itself.
 _CHEAP = (Kind.FUSED, Kind.VIEW, Kind.FREE, Kind.PIECE)
-_SEARCHED = 30  # nodes of one search
-_WIDE = 500  # columns of one: above, equal blocks go the same ways
+_SEARCHED = 30  # branch-and-bound nodes of one search
+_WIDE = 500  # columns of one search; in a larger problem equal blocks share columns
 _EFFORT = 3_000  # columns of all searches that answer one question
 _REPLAYED = 200_000  # items of all choices that are replayed to lower a peak
 EXACT, ROUGHLY = 1e-3, 0.05
-"""Relative gaps: of the choice that is made, and of those that are only shown."""
+"""Relative optimality gaps: of the choice that is made, and of choices that are only reported."""
 _WHOLE = 1e-6
-_LITTLE = 1e-9  # seconds: of equals, the choice that does less
+_LITTLE = 1e-9  # seconds added to each way, so that among equal choices the one that does less wins
 
 Row = tuple[Mapping[int, float], float, float]
-"""Coefficients by column, and the least and the most that their sum may be."""
+"""Coefficients by column, and the lower and the upper limit of their sum."""
 Ways = Mapping[Node, Way]
 _Vector = npt.NDArray[np.float64]
 
 
 @dataclass
 class Effort:
-    """The work that one search may still take, counted and not timed, so that every process finds the same choice."""
+    """The work that a search may still do. Work is counted, not timed, so that every process finds the same choice."""
 
     columns: int = _EFFORT
     items: int = _REPLAYED
     searches: int = 0
-    """Calls of HiGHS in whole numbers, since the problem was made."""
+    """Calls of HiGHS with integer variables since the problem was made."""
     nodes: int = 0
 
     progress: Progress = field(default_factory=Progress)
@@ -66,22 +66,22 @@ class Effort:
         self.renew_replays()
 
     def renew_replays(self) -> None:
-        """Allow as many replays as at the start; the work left for searches stays."""
+        """Allow as many replays as at the start; the allowance for searches stays."""
         self.items = _REPLAYED
 
     def searched(self, nodes: int) -> None:
-        """Count one search of so many branch-and-bound nodes, and show the counts."""
+        """Count one search of ``nodes`` branch-and-bound nodes, and show the counts."""
         self.searches += 1
         self.nodes += nodes
         self.progress.show(f"planning what backward gets: search {self.searches}, {self.nodes} nodes")
 
     def replay(self, items: int) -> bool:
-        """Take ``items`` off the work that is left; say whether a choice of so many items may be replayed."""
+        """Subtract a replay of ``items`` from the allowance; return whether it may run."""
         self.items -= items
         return self.items >= 0
 
     def take(self, columns: int) -> bool:
-        """Take a search of so many columns off the work that is left, or return False where it is too large."""
+        """Subtract a search of ``columns`` from the allowance, or return False if the search is too large."""
         if columns > self.columns:
             return False
         self.columns -= columns
@@ -90,18 +90,18 @@ class Effort:
 
 @dataclass
 class Problem:
-    """A column for each way of each value, and the rows that every choice obeys."""
+    """A column for each way of each value, and the rows that every choice must satisfy."""
 
     needs: Needs
     rates: Rates
     allowed: Collection[str]
     hides_copies: bool = False
-    """Whether copies to host memory are taken to run beside kernels in full, or not at all."""
+    """Whether copies to host memory are assumed to overlap with kernels in full. False: not at all."""
     effort: Effort = field(default_factory=Effort)
     price: float = 0.0
-    """Seconds that a byte on the device is worth, where no bound says so."""
+    """Seconds that each saved byte on the device costs, if no bound limits the bytes."""
     inputs: Collection[Node] = ()
-    """Inputs that backward holds only if something is computed again from them: the caller may let them go."""
+    """Inputs that backward keeps alive only if a value is recomputed from them. Otherwise the caller may free them."""
 
     def __post_init__(self) -> None:
         self._allowed = frozenset(self.allowed)
@@ -116,7 +116,7 @@ class Problem:
         self._tied = self._ties(keys)
 
     def _ties(self, keys: Sequence[tuple[Node, Way]]) -> csr_array:
-        """Return the matrix from few columns to all columns: equal values of equal blocks go the same way."""
+        """Return the matrix from few columns to all columns, in which equal values of equal blocks share their way."""
         from scipy.sparse import csr_array
 
         most = _WIDE * len(self.nodes) // max(len(keys), 1)
@@ -129,13 +129,13 @@ class Problem:
         return csr_array((np.ones(len(keys)), (range(len(keys)), places)), shape=shape)
 
     def trait(self, node: Node) -> Hashable:
-        """Return a key: values with equal keys may go the same way."""
+        """Return a key of a value. Values with equal keys may share their way."""
         val = value(node)
         shape = None if val is None else (str(val.dtype), *map(str, val.shape))
         return node.target, shape, tuple(self.ways(node)), node in self.needs.exactly, node in self.needs.roughly
 
     def _closure(self) -> list[Node]:
-        """Return the values that may be asked for in backward, in order."""
+        """Return the values that backward or a recomputation may need, in graph order."""
         found, stack = set[Node](), [*self.needs.exactly, *self.needs.roughly]
         while stack:
             node = stack.pop()
@@ -145,7 +145,7 @@ class Problem:
         return [n for n in self.needs.step.forward if n in found]
 
     def sources(self, node: Node) -> set[Node]:
-        """Return the values that computing a value again asks for."""
+        """Return the values that a recomputation of ``node`` needs."""
         shown = {self.needs.step.shown(n) for n in node.all_input_nodes}
         return {n for n in shown if not self._is_there(n)}
 
@@ -154,7 +154,7 @@ class Problem:
         return (step.is_there(node) or node in step.again) and node not in self.inputs
 
     def ways(self, node: Node) -> Collection[Way]:
-        """Return the ways that a value may go; first the forms from which most other values may be computed again."""
+        """Return the ways of a value, those first that serve the most recomputations."""
         return self._by_node[node].keys()
 
     def _allowed_ways(self, node: Node) -> Iterator[Way]:
@@ -162,30 +162,31 @@ class Problem:
             yield Own() if node in self.inputs else self.needs.kept[node]
             return
         if regions.runs_again(node):
-            return  # not there, and nothing is to ask for it: a whole region would run for it
+            return  # it has no way, because a need for it would recompute its whole region
         yield from (form for form in self.needs.forms.get(node, ()) if form.options <= self._allowed)
         if can_repeat(node) and ("recompute" in self._allowed or kind_of(node) in _CHEAP):
             yield AGAIN
-            # Of a rounded value a square has twice the error, which no bound asks for.
+            # A square doubles a rounded operand's error, which is worth it only under a bound.
             if not (self.price and is_square(node)):
                 yield ROUNDED
 
     def demand(self, node: Node) -> Demand | None:
-        """Return the demand of backward's own nodes on a value, or None."""
+        """Return the demand that backward's own nodes have on a value, or None."""
         if node in self.needs.exactly:
             return Demand.READ
         return Demand.READ_LOW if node in self.needs.roughly else None
 
     def narrowest(self, node: Node) -> Form:
-        """Return the form of fewest bytes that serves a value's readers in backward, repeated nodes left out."""
+        """Return the form of fewest bytes that serves a value's readers in backward; repeated nodes do not count."""
         asked = self.demand(node)
         forms = [way for way in self.ways(node) if isinstance(way, Form) and not way.is_on_host]
         return min((f for f in forms if asked is None or asked in f.bears), key=lambda form: self.size(node, form))
 
     def completed(self, kept: Ways) -> Ways | None:
-        """Return a choice that keeps values as ``kept`` says where it can, and computes all other needed values again.
+        """Return a choice that keeps the values in ``kept`` where it can, and recomputes all other needed values.
 
-        A value that is needed exactly, or cannot be computed again, is kept unrounded; None where it cannot be kept.
+        A value is kept unrounded if its way does not serve its demands, or if it cannot be recomputed. None if that is
+        not allowed.
         """
         asked, ways = defaultdict[Node, set[Demand]](set), dict[Node, Way]()
         for node in self.nodes:
@@ -205,11 +206,11 @@ class Problem:
         return ways
 
     def faster_than(self, seconds: float) -> Row:
-        """Return the row of the choices that take at most ``seconds``."""
+        """Return the row that limits a choice to ``seconds``."""
         return dict(enumerate(self.cost.tolist())), -np.inf, seconds
 
     def size(self, node: Node, form: Form) -> int:
-        """Return the bytes of a kept value; for a value in host memory, its bytes while it is on the device."""
+        """Return the bytes of a kept value; for a value in host memory, the bytes that it takes on the device."""
         return form.num_bytes(tensor_of(node))
 
     def seconds(self, node: Node, way: Way) -> float:
@@ -222,11 +223,11 @@ class Problem:
         return self.rates.keeping(node, size) + rounding + moving + _LITTLE
 
     def moving(self, size: int) -> float:
-        """Return the assumed seconds to move ``size`` bytes to host memory and back, before `overlap` knows them."""
+        """Return the assumed seconds to move ``size`` bytes to the host and back, before `overlap` computes them."""
         return 2 * self.rates.call_s if self.hides_copies else self.rates.moving(size)
 
     def _required(self) -> Iterator[Row]:
-        """Yield rows: values that backward needs must be there, and so must the sources of repeated values."""
+        """Yield the rows that make backward's values available, and the operands of recomputed values."""
         for node in self.nodes:
             yield self._bearing(node, None), -np.inf, 1.0
             if node in self.inputs:
@@ -235,15 +236,15 @@ class Problem:
                 yield self._bearing(node, asked), 1.0, np.inf
             for way in (AGAIN, ROUNDED):
                 if (node, way) in self.columns:
-                    for source in sorted(self.sources(node)):  # of equal choices, the same one every time
+                    for source in sorted(self.sources(node)):  # in a fixed order, so that ties break the same way
                         yield self._bearing(source, way.asks) | {self.columns[node, way]: -1.0}, 0.0, np.inf
 
     def _bearing(self, node: Node, asked: Demand | None) -> dict[int, float]:
-        """Return the columns of the ways that serve a demand; all columns where there is none."""
+        """Return the columns of the ways that serve a demand; all columns if there is none."""
         return {at: 1.0 for way, at in self._by_node[node].items() if asked is None or asked in way.bears}
 
     def solve(self, bounds: Sequence[Row], gap: float = EXACT) -> Ways | None:
-        """Return the ways of least cost within ``bounds``, or None; ``gap``: how far from the least it may be."""
+        """Return the ways of least cost within ``bounds``, or None; ``gap`` is the relative distance allowed."""
         from scipy.sparse import eye_array
 
         if not self.columns:
@@ -252,7 +253,7 @@ class Problem:
         relaxed = self._relaxed(constraints)
         if relaxed is None:
             return None
-        # What the relaxed problem leaves whole stays; where that is not within bounds, or dear, equal blocks are one.
+        # Fix the whole numbers of the relaxed solution. If that is infeasible or costs more, also try tied blocks.
         found, open_ways = None, int((np.abs(relaxed - np.round(relaxed)) > _WHOLE).sum())
         if open_ways <= _WIDE:
             found = self._searched(constraints, eye_array(len(self.cost)).tocsr(), relaxed, gap)
@@ -265,7 +266,7 @@ class Problem:
         return {node: way for (node, way), column in self.columns.items() if found[column] > 0.5}
 
     def _relaxed(self, constraints: LinearConstraint) -> _Vector | None:
-        """Return the ways of least cost in fractions."""
+        """Return the relaxed solution of least cost, with fractions."""
         from scipy.optimize import Bounds, milp
 
         bounds = Bounds(np.zeros(len(self.cost)), np.ones(len(self.cost)))
@@ -276,7 +277,7 @@ class Problem:
     def _searched(
         self, constraints: LinearConstraint, tied: csr_array, near: _Vector | None, gap: float
     ) -> _Vector | None:
-        """Return ways in whole numbers; with ``near`` those alone that leave its whole numbers as they are."""
+        """Return a solution in whole numbers; ``near`` fixes the columns that are whole in it."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         matrix: Any = constraints.A
@@ -296,14 +297,14 @@ class Problem:
 
     @property
     def _scale(self) -> float:
-        return 1e3 / max(float(self.cost.sum()), 1e-30)  # to a size that HiGHS's tolerances are made for
+        return 1e3 / max(float(self.cost.sum()), 1e-30)  # brings costs into the range of HiGHS's tolerances
 
 
 def _constraints(rows: Sequence[Row], size: int) -> LinearConstraint:
-    from scipy.optimize import LinearConstraint  # 0.5 s, which a plan from the cache does not wait for
+    from scipy.optimize import LinearConstraint  # imported here: takes 0.5 s, which a start from the cache saves
     from scipy.sparse import coo_array
 
-    # In units in which the largest coefficient of a row is 1; empty tensors have no bytes.
+    # Scale each row so that its largest coefficient is 1; a row of empty tensors stays as it is.
     units = [max(map(abs, entries.values()), default=1.0) or 1.0 for entries, _, _ in rows]
     where = [
         (row, column, weight / units[row])

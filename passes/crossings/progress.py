@@ -1,4 +1,4 @@
-"""A line that says what planning is at, where it takes long."""
+"""Show the progress of planning in one terminal line when planning takes long."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Progress:
-    """Logs each message; from some seconds on a terminal shows it too, in one line. Nothing is decided by the time."""
+    """Logs each message, and after some seconds also shows it on a terminal. The time decides nothing else."""
 
     quiet_s: float = 3.0
     _began: float = field(default_factory=time.monotonic)
@@ -24,7 +24,7 @@ class Progress:
         self.tick(message)
 
     def tick(self, message: str) -> None:
-        """Show a message that is logged already, with the seconds so far."""
+        """Show a message that is already logged, with the seconds so far."""
         passed = time.monotonic() - self._began
         if passed > self.quiet_s and sys.stderr.isatty():
             sys.stderr.write(f"\r\x1b[Kfxprec: {message}, {passed:.0f} s")
@@ -32,7 +32,7 @@ class Progress:
             self._is_shown = True
 
     def end(self) -> None:
-        """Take the line away."""
+        """Clear the line."""
         if self._is_shown:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()

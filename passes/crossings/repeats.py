@@ -1,4 +1,4 @@
-"""Find equal blocks of a network in the order of its values: one decision may serve all of them."""
+"""Find equal blocks in the sequence of a network's values, so that one decision can serve all of them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-_LEAST = 4  # values of a block
+_LEAST = 4  # the fewest values of a block
 
 
 def find_repeats(traits: Sequence[Hashable]) -> list[tuple[int, int, int]]:
-    """Return stretches of equal blocks as (first position, length of a block, number of blocks), longest first."""
+    """Return runs of equal blocks as (first position, length of a block, number of blocks), longest first."""
     known: dict[Hashable, int] = {}
     ids = np.array([known.setdefault(trait, len(known)) for trait in traits])
     found: list[tuple[int, int, int]] = []
@@ -34,9 +34,9 @@ def _longest(ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[int, int,
 
 
 def groups_of(count: int, traits: Sequence[Hashable], most: int) -> list[int]:
-    """Return a group for each of ``count`` values: equal blocks share groups so that about ``most`` are left.
+    """Return a group for each of ``count`` values; equal blocks share groups so that about ``most`` are left.
 
-    Blocks that follow each other share one, since what waits longest is what the first blocks save.
+    Neighbouring blocks share a group, because the first blocks' saved values wait longest.
     """
     groups = list(range(count))
     repeats = find_repeats(traits)

@@ -1,4 +1,4 @@
-"""Choose to save at most a share of the bytes saved without a bound: torch's ``activation_memory_budget``."""
+"""Save at most a share of the bytes that are saved without a bound: torch's ``activation_memory_budget``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxprec.passes.crossings.problem import Problem, Row, Ways
 def within_share(free: Problem, share: float) -> Fit:
     """Return the fastest choice within ``share`` of the bytes that ``free`` saves; else the choice of fewest bytes.
 
-    Repeated nodes may read any input of the graph: inputs are not counted, as in torch.
+    Repeated nodes may read any input of the graph: inputs do not count as saved, as in torch.
     """
     problem = replace(free, allowed=(*free.allowed, "recompute"), inputs=())
     most = share * _saved(free, Chooser(free).unlimited.ways)
@@ -32,12 +32,12 @@ def _saved(problem: Problem, ways: Ways) -> int:
 
 
 def _row(problem: Problem, most: float) -> Row:
-    """Return the row of the choices that save at most so many bytes."""
+    """Return the row that limits a choice to ``most`` saved bytes."""
     columns = problem.columns.items()
     return {at: float(size) for (node, way), at in columns for size in _size(problem, node, way)}, -np.inf, most
 
 
 def _size(problem: Problem, node: Node, way: Way) -> Iterator[int]:
-    """Yield the bytes that a way saves, if it does."""
+    """Yield the bytes that a way saves, if it saves any."""
     if isinstance(way, Form) and node not in problem.inputs:
         yield problem.size(node, way)

@@ -1,8 +1,8 @@
-"""Share one budget among all graphs of a step: choose a point for each, so that no moment holds more.
+"""Share one budget among all graphs of a step: choose a point for each graph, so that no moment exceeds the budget.
 
-Graphs run in order and backward in the reverse order. While a graph runs, tensors that earlier graphs saved wait, and
-in backward the gradients of later graphs live. One point is chosen for each graph, of least time in all; with so few
-columns HiGHS solves it at once.
+Graphs run in order, and backward in the reverse order. While a graph runs, tensors that earlier graphs saved wait, and
+in backward the gradients of later graphs are live. One point is chosen for each graph, so that the total time is least.
+With so few columns HiGHS solves this at once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from fxprec.plan.rows import PeakPoint
 
 @dataclass(frozen=True)
 class Together:
-    """Graphs by number; ``calls`` are the orders in which steps call them, ``gradients`` their parameters' bytes."""
+    """The graphs of a step, by number.
+
+    ``calls`` are the orders in which steps call the graphs; ``gradients`` has the bytes of each graph's parameter
+    gradients.
+    """
 
     points: Mapping[int, Sequence[PeakPoint]]
     calls: Sequence[Sequence[int]]
     gradients: Mapping[int, int]
 
     def within(self, budget: float) -> Mapping[int, PeakPoint] | None:
-        """Return the points of least time within a budget, or None."""
+        """Return the points of least total time within a budget, or None."""
         return self._solved(budget)
 
     def least(self) -> int:
@@ -35,13 +39,13 @@ class Together:
         return self.peak(found)
 
     def peak(self, chosen: Mapping[int, PeakPoint]) -> int:
-        """Return the most bytes that all graphs hold at once."""
+        """Return the most bytes that are live at once in all graphs together."""
         return max(
             self._beside(chosen, calls, at) + chosen[g].peak for calls in self.calls for at, g in enumerate(calls)
         )
 
     def parts(self, chosen: Mapping[int, PeakPoint], budget: int) -> Mapping[int, Part]:
-        """Return each graph's part; bytes left of the budget raise what each graph may keep waiting."""
+        """Return each graph's part. Bytes that are left of the budget raise what each graph may keep waiting."""
         left = budget - self.peak(chosen)
         spare = left // (2 * max(map(len, self.calls)))
         looser = {g: replace(p, waiting=p.waiting + spare) for g, p in chosen.items()}
@@ -56,7 +60,7 @@ class Together:
         return sum(chosen[g].waiting for g in calls[:at]) + sum(self.gradients[g] for g in later)
 
     def _solved(self, budget: float | None) -> Mapping[int, PeakPoint] | None:
-        """Minimize seconds within a budget; without one, the peak."""
+        """Minimise the seconds within a budget; without a budget, minimise the peak."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         columns = [(g, point) for g, points in self.points.items() for point in points]

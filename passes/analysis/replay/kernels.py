@@ -1,4 +1,4 @@
-"""Predict what a node of a joint graph becomes in compiled code: its memory and its time."""
+"""Predict how a node of a joint graph is compiled, and from that its memory and its time."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ aten = torch.ops.aten
 
 
 class Kind(Enum):
-    """How a node's result comes to lie in memory, if it does."""
+    """How a node's result gets into memory, if it does."""
 
-    FREE = "free"  # an input, a number: takes no memory of the step's own
-    VIEW = "view"  # shows another's memory
-    FUSED = "fused"  # pointwise: part of its reader's loop where that is one loop
-    REDUCED = "reduced"  # a loop whose result lies in memory; pointwise nodes before it are part of it
-    EXTERN = "extern"  # a library's kernel: its operands and its result lie in memory
+    FREE = "free"  # an input or a number: takes no memory of the step's own
+    VIEW = "view"  # shows another node's memory
+    FUSED = "fused"  # pointwise: fuses with its reader's loop, if there is only one
+    REDUCED = "reduced"  # a reduction loop that writes its result to memory; pointwise nodes before it fuse with it
+    EXTERN = "extern"  # a library's kernel, which reads its operands from memory and writes its result there
     PIECE = "piece"  # one result of a kernel that has several
 
 
@@ -50,7 +50,7 @@ HEAVY = having(Trait.HEAVY)
 
 
 def kind_of(node: Node) -> Kind:
-    """Return what becomes of a node."""
+    """Return how a node is compiled."""
     if node.op != "call_function" or node.target in ops.MUTATIONS:
         return Kind.FREE
     if isinstance(node.meta.get("val"), dict):  # a generated kernel, its results by name
@@ -64,7 +64,7 @@ def kind_of(node: Node) -> Kind:
     if node.target in ops.VIEWS and node.target not in ops.COPIES:
         return Kind.VIEW
     if value(node) is None:
-        return Kind.EXTERN  # of several results, whatever makes them
+        return Kind.EXTERN  # an operator with several results
     if node.target in _REDUCED:
         return Kind.REDUCED
     is_fused = node.target in _FUSED and not is_in_blocks(node)
@@ -74,19 +74,19 @@ def kind_of(node: Node) -> Kind:
 
 
 def _writes_on_constant(node: Node) -> bool:
-    """Say whether a number is written over places of a constant, one in each row: Inductor compares instead."""
+    """Say whether a node writes a number into one place of each row of a constant: Inductor fuses that."""
     written = node.args[0] if node.target is aten.scatter.value else None
     return isinstance(written, Node) and written.target is aten.full.default
 
 
 def bytes_of(node: Node) -> int:
-    """Return what a node's result takes at the traced sizes; nothing where it is no tensor."""
+    """Return the bytes of a node's result at the traced sizes; 0 if the result is not a tensor."""
     val = value(node)
     return 0 if val is None else numel_hint(val) * val.dtype.itemsize
 
 
 def workspace_of(node: Node, processor: Processor) -> int:
-    """Return the bytes a node's kernel takes while it runs on a processor, beside its result."""
+    """Return the bytes that a node's kernel allocates while it runs on a processor, beside its result."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         return 0
     vals = (value(arg) for arg in node.args if isinstance(arg, Node))
@@ -95,15 +95,15 @@ def workspace_of(node: Node, processor: Processor) -> int:
 
 
 def can_repeat(node: Node) -> bool:
-    """Say whether computing a node a second time gives the same: no random numbers, no effect, no write.
+    """Say whether computing a node again gives the same result: no random numbers, no side effect, no write.
 
-    Nor a decision about numbers, which may be rounded the second time: an order, a maximum's place, a comparison. Nor
-    a stored copy, whose statistics are counted where it is made.
+    Decisions about numbers are not repeated, because the numbers may be rounded the second time: an order, a maximum's
+    position, a comparison. Stored copies are not repeated either: their statistics are counted where they are made.
     """
     if (
         node.target is QUANTIZE
         or node.op != "call_function"
-        or node.is_impure(impure_random=False)  # `draws` knows better
+        or node.is_impure(impure_random=False)  # `draws` finds random nodes more exactly
         or node.target in ops.MUTATIONS
         or _decides(made_by(node))
     ):
@@ -114,13 +114,13 @@ def can_repeat(node: Node) -> bool:
 
 
 def is_square(node: Node) -> bool:
-    """Say whether a node multiplies a value by itself: an error in it counts twice."""
+    """Say whether a node multiplies a value by itself, which doubles the value's relative error."""
     is_product = node.target is ops.aten.mul.Tensor and node.args[0] is node.args[1]
     return is_product or node.target is ops.aten.pow.Tensor_Scalar
 
 
 def draws(node: Node) -> bool:
-    """Say whether a node draws random numbers: attention is tagged so, and draws none where it drops nothing."""
+    """Say whether a node draws random numbers. Attention is tagged as random, but draws none without dropout."""
     if not has_tag(node, torch.Tag.nondeterministic_seeded):
         return False
     target: Any = node.target
@@ -131,7 +131,7 @@ def draws(node: Node) -> bool:
 
 
 def _decides(node: Node) -> bool:
-    """Say whether a node makes integers or booleans of numbers; attention's are its random state."""
+    """Say whether a node computes integers or booleans from floats; attention's integers are its random state."""
     if node.op != "call_function" or node.target in ops.ATTENTION:
         return False
     val = node.meta.get("val")
@@ -145,11 +145,11 @@ def _is_number(val: torch.Tensor) -> bool:
 
 
 def flops_of(node: Node) -> float:
-    """Return the floating-point operations of a GEMM, a convolution or an attention; 0 of anything else."""
+    """Return the floating-point operations of a GEMM, a convolution or an attention; 0 for any other node."""
     if node.target in ops.ATTENTION | ops.ATTENTION_BACKWARD:
         query, key, values = (tensor_of(n) for n in factors_of(node)[-3:])
         width, wide = (dim_hint(x.shape[-1]) for x in (key, values))
-        # Scores, and a mean of values; in backward the scores again, and each gradient.
+        # Forward computes scores and a mean of values. Backward computes the scores again, and each gradient.
         each = width + wide if node.target in ops.ATTENTION else 3 * width + 2 * wide
         return 2.0 * numel_hint(query) // max(width, 1) * dim_hint(key.shape[-2]) * each
     if node.target in (aten.convolution.default, aten.convolution_backward.default):
@@ -157,7 +157,7 @@ def flops_of(node: Node) -> float:
     if node.target in ops.GEMMS | ops.GEMMS_BACKWARD:
         first: Any = tensor_of(factors_of(node)[0])
         val = value(node)
-        # A grouped product that sums over tokens gives a matrix for each group, of the group's tokens.
+        # A grouped product that sums over tokens computes a matrix for each group from the group's own tokens.
         groups = dim_hint(val.shape[0]) if node.target is GroupedMm.target and val is not None and val.ndim == 3 else 1
         return 0.0 if val is None else 2.0 * numel_hint(val) * dim_hint(first.shape[-1]) / max(groups, 1)
     return 0.0

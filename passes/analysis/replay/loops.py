@@ -1,7 +1,7 @@
-"""Predict which pointwise results lie in memory, and what each loop reads there: fusion as Inductor decides it.
+"""Predict which pointwise results are written to memory, and what each loop reads there, as Inductor fuses.
 
-A pointwise result is computed in the loops of its readers. It lies in memory only where a library's kernel reads it, or
-where several loops read it and it is expensive to repeat (`realize_reads_threshold` and its kin).
+A pointwise result is computed in the loops of its readers. It is written to memory only if a library's kernel reads it,
+or if several loops read it and it is expensive to repeat (`realize_reads_threshold` and its kin).
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from dataclasses import dataclass
 from fxprec.passes.analysis.replay.kernels import Kind
 
 _ALWAYS = (Kind.REDUCED, Kind.EXTERN, Kind.PIECE)
-# Reads and operations from which Inductor lets a result that several loops read lie in memory; fewer are repeated.
+# Inductor writes a result that several loops read to memory if it has more reads or operations than these.
 _MANY_READS, _MANY_OPERATIONS = 4, 30
 
 
 @dataclass(slots=True)
 class Item:
-    """One node that runs: what it makes and what it reads, by position in the step."""
+    """One node that runs: its result in bytes and its operands, by position in the step."""
 
     kind: Kind
     bytes: int
     reads: Sequence[int]
     is_stored: bool = False
-    """Whether it lies in memory whoever reads it: saved for backward."""
+    """Whether it is written to memory whoever reads it, because it is saved for backward."""
     is_returned: bool = False
-    """Whether it lives to the end of the step: a gradient, an output."""
+    """Whether it is live to the end of the step: a gradient or an output."""
     is_heavy: bool = False
-    """Whether its arithmetic is too much to repeat."""
+    """Whether its arithmetic is too expensive to repeat."""
     workspace: int = 0
-    """Bytes that it takes while it runs, beside its result."""
+    """Bytes that its kernel allocates while it runs, beside its result."""
     writes: int | None = None
-    """The item over which it writes, once all others have read that."""
+    """The item that it overwrites, after all other readers of that item."""
 
 
 class Loops:
-    """The items that lie in memory (``lies``), and those of them that each item reads (``reads``), by position."""
+    """Which items are written to memory (``lies``), and which of these each item reads (``reads``), by position."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self.items = items
@@ -49,7 +49,7 @@ class Loops:
         self.reads = self._reads(self.lies)
 
     def _lying(self) -> list[bool]:
-        """Say for each item whether it lies in memory."""
+        """Return for each item whether it is written to memory."""
         wanted, users = self._wanted_in_memory(), self._users()
         lies, operations = [False] * len(self.items), [0] * len(self.items)
         heavy = [item.is_heavy for item in self.items]
@@ -68,7 +68,7 @@ class Loops:
         return lies
 
     def _wanted_in_memory(self) -> list[bool]:
-        """Say for each item whether a library's kernel or the user reads it from memory, seen through views."""
+        """Return for each item whether a library's kernel or the user reads it from memory, seen through views."""
         wanted = list(self.returned)
         for position in reversed(range(len(self.items))):
             is_memory = self.items[position].kind is Kind.EXTERN
@@ -79,7 +79,7 @@ class Loops:
         return wanted
 
     def _shown_to_the_end(self) -> list[bool]:
-        """Say for each item whether it, or a view of it, is returned."""
+        """Return for each item whether it, or a view of it, is returned."""
         returned = [item.is_returned for item in self.items]
         for position in reversed(range(len(self.items))):
             if returned[position] and self.items[position].kind is Kind.VIEW:
@@ -95,7 +95,7 @@ class Loops:
         return users
 
     def _reads(self, lies: Sequence[bool]) -> list[set[int]]:
-        """Return for each item those that it reads from memory, through views and nodes of its own loop."""
+        """Return for each item the items that it reads from memory, through views and nodes of its own loop."""
         reads: list[set[int]] = []
         for item in self.items:
             reads.append(set())

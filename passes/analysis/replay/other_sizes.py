@@ -1,4 +1,4 @@
-"""Find the sizes at which a choice keeps its budget under dynamic shapes, from live bytes as a function of sizes."""
+"""Find the sizes at which a choice keeps its budget under dynamic shapes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fxprec.passes.notice import readable
 
 @dataclass
 class OtherSizes:
-    """The bytes of a step at each moment, at any sizes; ``room`` is the most that they may be."""
+    """The live bytes of a step at each moment, as functions of the sizes; ``room`` is the most bytes allowed."""
 
     room: int
     ranges: Ranges
     moments: sympy.Tuple
     places: Mapping[Symbol, tuple[int, int]]
-    """The input, and its dimension, from which each size is read."""
+    """For each size, (an input, the dimension of the input) from which it is read."""
     _seen: dict[tuple[int, ...], int] = field(default_factory=dict)
     _worst: int = 0
 
@@ -35,7 +35,7 @@ class OtherSizes:
         self._symbols = sorted(self.ranges, key=str)
 
     def note(self) -> str:
-        """Say up to which sizes the budget holds."""
+        """Return a note of the sizes up to which the budget holds."""
         found = where_all_fit(self.moments, self.room, self.ranges)
         chosen = f"peak budget: chosen at the traced sizes, {traced(self.ranges)}"
         if found is None:
@@ -43,7 +43,7 @@ class OtherSizes:
         return f"{chosen}; it holds {found or 'at all that the guards allow'}"
 
     def excess(self, args: Sequence[Any]) -> str | None:
-        """Return a message if a call's sizes take more than the budget, and more than all calls before; else None."""
+        """Return a message if a call's sizes exceed the budget by more than all calls before, else None."""
         sizes = tuple(_size(args, *self.places[s]) for s in self._symbols)
         if sizes not in self._seen:
             self._seen[sizes] = 0 if self._held is None else math.ceil(max(self._held(*sizes)))
@@ -59,7 +59,7 @@ class OtherSizes:
 
 
 def other_sizes(held: Held, graph: Graph, room: int) -> OtherSizes | None:
-    """Return what a choice holds at other sizes; None where no size in them is dynamic."""
+    """Return a choice's live bytes at other sizes; None if they depend on no dynamic size."""
     moments = sympy.Tuple(*dict.fromkeys(held.moments_in_sizes()))
     ranges = used_in([moments], ranges_of(graph))
     return OtherSizes(room, ranges, moments, _places(graph, ranges)) if ranges else None

@@ -1,7 +1,7 @@
-"""A training step as a joint graph has it, and what it holds under one choice of what to save and what to repeat.
+"""Model a training step: its joint graph (`Step`), and the tensors in memory under one choice of ways (`Held`).
 
-Backward asks for values of forward. A value is there if it was saved, as it is or as a copy in some format; else it is
-computed again when backward first needs it, from what its operator reads, which is there on the same terms.
+Backward reads forward values. A value that was saved, as it is or as a copy in some format, is read from memory. Any
+other value is recomputed when backward first needs it, from operands that are saved or recomputed in turn.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from fxprec.plan.rows import LIVE
 _MOMENTS = 100
 _T = TypeVar("_T")
 Kept = Mapping[Node, Form]
-"""The values kept for backward, with their forms."""
+"""The values that are kept for backward, with their forms."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """The nodes of both halves, casts left out: who wants which value of forward in backward."""
+    """The nodes of both halves without casts, and the forward values that each backward node reads."""
 
     joint: JointGraph
     processor: Processor = field(default_factory=Processor.here)
     stepped: Mapping[int, int] = field(default_factory=dict)
-    """Captured inputs that backward steps, by position, and the workspace of each step: no gradient is returned."""
+    """Position of each captured input that backward steps -> bytes of workspace of its step. Its gradient is not
+    returned."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -61,7 +62,7 @@ class Step:
                 continue
             sources = node.all_input_nodes
             is_read_back = not self.is_there(node) and self._is_read_back(node, decoded)
-            # A gradient behind a rounding starts at a constant: it depends on no output's gradient, and is returned.
+            # A rounding's gradient is a constant. Gradients computed from it depend on no tangent, and are returned.
             if self.joint.is_tangent(node) or any(n in behind for n in sources) or (is_read_back and node in results):
                 behind.add(node)
                 halves[1].append(node)
@@ -81,24 +82,26 @@ class Step:
     needed: set[Node] = field(init=False)
     """Nodes that the results of forward depend on."""
     again: set[Node] = field(init=False)
-    """Nodes that the user's checkpoints compute again in backward and that backward asks for."""
+    """Nodes that the user's checkpoints recompute in backward and that backward needs."""
     casts: Mapping[Node, Quantize] = field(init=False)
-    """Decoded copy -> the cast whose copy it decodes."""
+    """Node that decodes a copy -> the cast that made the copy."""
     stored: Mapping[Node, list[Node]] = field(init=False)
     """The casts of each value that has a copy."""
     copied: Mapping[Node, Format] = field(init=False)
-    """Inputs that backward reads as a copy in some format: it waits, though they are there anyway."""
+    """Inputs that backward reads as a narrower copy -> its format. The copy waits, although the input is in memory
+    anyway."""
     asked: set[Node] = field(init=False)
-    """Values of which backward asks whether they are above 0."""
+    """Values for which backward tests whether they are above 0."""
     decoded: set[Node] = field(init=False)
-    """Decoded copies, and what only backward computes, without a gradient: it runs when a gradient asks for it."""
+    """Decoded copies, and other nodes without a gradient that only backward computes. They run when a gradient needs
+    them."""
     forward: list[Node] = field(init=False)
     backward: list[Node] = field(init=False)
     behind: set[Node] = field(init=False)
-    """Backward's nodes: what depends on an output's gradient, and gradients that depend on none."""
+    """Backward's nodes: those that depend on a tangent, and gradients that depend on none."""
     returned: set[Node] = field(init=False)
     updates: Mapping[Node, Sequence[tuple[Node, Node]]] = field(init=False)
-    """(parameter, its gradient) by the backward node behind which backward steps the parameter."""
+    """(parameter, its gradient), by the backward node after which backward steps the parameter."""
     _traits: dict[Node, tuple[Kind, int, bool, int]] = field(init=False, default_factory=dict, repr=False)
 
     def _placed(self, updates: Iterable[tuple[Node, Node]]) -> dict[Node, list[tuple[Node, Node]]]:
@@ -119,13 +122,13 @@ class Step:
                 yield from self._readers_behind(user)
 
     def workspace_of_stepping(self, parameter: Node) -> int:
-        """Return the bytes that the step of a parameter takes while it runs."""
+        """Return the bytes that a parameter's step allocates while it runs."""
         index = input_index(parameter)
         assert index is not None, "only captured inputs are stepped"
         return self.stepped[index]
 
     def wanted_by(self, node: Node) -> Iterator[Node]:
-        """Yield the values and decoded copies of the forward half that a backward node reads."""
+        """Yield the forward values and decoded copies that a backward node reads."""
         for source in node.all_input_nodes:
             if source in self.decoded and source not in self.casts:
                 yield from self.wanted_by(source)
@@ -133,7 +136,10 @@ class Step:
                 yield source
 
     def traits_of(self, node: Node) -> tuple[Kind, int, bool, int]:
-        """Return a node's kind, bytes, whether it is too expensive to repeat, and workspace; all replays agree."""
+        """Return a node's kind, its bytes, whether it is too expensive to repeat, and its workspace in bytes.
+
+        The results are cached, since every replay needs them.
+        """
         if node not in self._traits:
             kind = Kind.PIECE if self.joint.is_tangent(node) else kind_of(node)
             self._traits[node] = (kind, bytes_of(node), node.target in HEAVY, workspace_of(node, self.processor))
@@ -164,8 +170,8 @@ class Step:
                 stack += node.all_input_nodes
 
     def _is_read_back(self, node: Node, decoded: Collection[Node]) -> bool:
-        """Say whether only backward computes a node, without a gradient, or from a stored copy."""
-        # A GEMM's operand in blocks is decoded in forward too.
+        """Say whether a node belongs to backward, decodes a copy in blocks for it, or depends on a decoded copy."""
+        # A GEMM's operand in blocks is decoded in forward, too.
         is_decode = Dequantize.match(node) is not None and is_in_blocks(node) and node not in self.needed
         return is_decode or self.joint.in_backward(node) or any(n in decoded for n in node.all_input_nodes)
 
@@ -182,10 +188,11 @@ class Step:
         return fmt if is_narrower and self.is_there(cast.x) else None
 
     def _is_cast(self, q: Node) -> bool:
-        """Say whether a forward value is stored to be decoded for backward, and nothing else reads its codes.
+        """Say whether a forward value is stored only to be decoded for backward, and nothing else reads its codes.
 
-        A copy in blocks stays in blocks. A decode that takes a gradient's scale off is an operator of backward, and it
-        reads the codes. Nor is there a copy where forward itself reads the stored value, as a checkpointed region does.
+        A copy in blocks does not count: its format is fixed. Nor does a copy that forward itself reads, as a
+        checkpointed region does. A decode that takes a gradient's scale off is an operator of backward that reads the
+        codes.
         """
         if is_in_blocks(q) or any(x in self.needed for x in q.users):
             return False
@@ -194,35 +201,35 @@ class Step:
 
 
 def drawn(moments: Sequence[_T], size: Callable[[_T], int], most: int = _MOMENTS) -> tuple[_T, ...]:
-    """Cut a step into at most ``most`` stretches; return from each the moment of the largest ``size``."""
+    """Split a step into at most ``most`` stretches; return the moment of the largest ``size`` from each."""
     stretch = -(-len(moments) // most) or 1
     return tuple(max(moments[i : i + stretch], key=size) for i in range(0, len(moments), stretch))
 
 
 def _growth(node: Node) -> sympy.Expr:
-    """Return how a value's bytes depend on dynamic dimensions: 1 at the traced sizes."""
+    """Return the factor by which a value's bytes grow with the dynamic dimensions: 1 at the traced sizes."""
     val = value(node)
     return sympy.Integer(1) if val is None or not numel_hint(val) else numel_expr(val) / numel_hint(val)
 
 
 @dataclass
 class Held:
-    """What a step holds under one choice: an item for each node that runs, and for each repeated node."""
+    """The tensors in memory during a step under one choice: one item for each node that runs or is repeated."""
 
     step: Step
     kept: Kept
     items: list[Item] = field(default_factory=list)
-    at: dict[Node, int] = field(default_factory=dict)  # node -> its item, in its own half
-    copies: dict[Node, int] = field(default_factory=dict)  # value -> its stored copy
-    hosts: dict[Node, int] = field(default_factory=dict)  # value -> what moves it to host memory
-    back: dict[Node, int] = field(default_factory=dict)  # value -> what of it comes back
+    at: dict[Node, int] = field(default_factory=dict)  # node -> its item in its own half
+    copies: dict[Node, int] = field(default_factory=dict)  # value -> item of its stored copy
+    hosts: dict[Node, int] = field(default_factory=dict)  # value -> item that moves it to host memory
+    back: dict[Node, int] = field(default_factory=dict)  # value -> item that moves it back
     reloaded: list[tuple[Node, Node]] = field(default_factory=list)  # (value, backward node before which it comes back)
     sent: dict[Node, Node] = field(default_factory=dict)  # value -> forward node behind which its copy out is done
     fetched: dict[Node, Node] = field(default_factory=dict)  # value -> backward node before which its copy back begins
-    again: dict[Node, int] = field(default_factory=dict)  # value -> where backward has it from
+    again: dict[Node, int] = field(default_factory=dict)  # value -> item from which backward reads it
     repeated: list[tuple[Node, Node]] = field(default_factory=list)  # (node, backward node before which it runs again)
-    made: list[Node] = field(default_factory=list)  # the value that each item is, or is a copy of
-    anchors: list[Node] = field(default_factory=list)  # the node of its half before or at which each item runs
+    made: list[Node] = field(default_factory=list)  # for each item its value, or the value that it copies
+    anchors: list[Node] = field(default_factory=list)  # for each item the node of its half before or at which it runs
 
     def __post_init__(self) -> None:
         for node in self.step.forward:
@@ -237,7 +244,7 @@ class Held:
                 reads, writes = [self.at[gradient]], self.at[parameter]
                 self._append(Item(Kind.EXTERN, 0, reads, workspace=workspace, writes=writes), node, gradient)
         for x in {x for node, _ in self.repeated for x in node.all_input_nodes} & self.step.copied.keys():
-            self.items[self.copies[x]].bytes = 0  # the input waits itself, for what is computed again from it
+            self.items[self.copies[x]].bytes = 0  # a repeated node reads the input, which then waits itself
         self.timeline = Timeline(self.items, self.border)
 
     def _run_forward(self, node: Node) -> None:
@@ -245,7 +252,7 @@ class Held:
             self.at[node] = self._append(Item(Kind.VIEW, 0, [self.copies[node.all_input_nodes[0]]]), node, node)
             return
         shown = [self.step.shown(source) for source in node.all_input_nodes]
-        reads = [self.at[source] for source in shown if source in self.at]  # all; but a size may be a decoded copy's
+        reads = [self.at[source] for source in shown if source in self.at]  # all but sizes of decoded copies
         form = self.kept.get(node)
         is_moved = form is not None and form.is_on_host
         is_stored = form is not None and form.format is None and not is_moved
@@ -261,11 +268,11 @@ class Held:
             self.hosts[node] = self._append(leaves, node, node)
 
     def _format(self, node: Node) -> AnyFormat | None:
-        """Return the format of the copy of a value that waits for backward, if one does."""
+        """Return the format of a value's copy that waits for backward, or None."""
         return self.kept[node].format if node in self.kept else self.step.copied.get(node)
 
     def _is_copy(self, node: Node) -> bool:
-        """Say whether a conversion equals the stored copy of its operand, so that Inductor computes it once."""
+        """Say whether a conversion equals the stored copy of its operand, so that Inductor computes both once."""
         fmt = self._format(node.all_input_nodes[0]) if node.target in CASTS else None
         return isinstance(fmt, Format) and fmt.bits > 8 and fmt.torch_dtype is tensor_of(node).dtype
 
@@ -276,14 +283,14 @@ class Held:
         return self._append(item, anchor, node)
 
     def _append(self, item: Item, anchor: Node, made: Node) -> int:
-        """Append an item for what is made of a value; return its position."""
+        """Append an item for ``made`` or a copy of it; return the item's position."""
         self.items.append(item)
         self.anchors.append(anchor)
         self.made.append(made)
         return len(self.items) - 1
 
     def _find(self, wanted: Node, reader: Node) -> int:
-        """Return the item from which backward reads a value; append the nodes that must run again for it."""
+        """Return the item from which backward reads a value; append the nodes that must run again for that."""
         stack = [wanted]
         while stack:
             node = stack[-1]
@@ -298,7 +305,7 @@ class Held:
         return self.again[wanted]
 
     def _sources(self, node: Node) -> Iterable[Node]:
-        """Return the nodes that backward needs before it can have a value."""
+        """Return the nodes that backward must have before it can have ``node``."""
         cast = self.step.casts.get(node)
         if cast is not None:
             return () if self._has_copy(cast.x) else (cast.x,)
@@ -339,13 +346,13 @@ class Held:
         return self.back[value]
 
     def lives(self, node: Node, time: int, *, again: bool) -> bool:
-        """Say whether a value lies in memory at a time: its kept copy, or what backward computes ``again``."""
+        """Say whether a value is in memory at a time: its kept copy, or with ``again`` the recomputed value."""
         items = [self.again.get(node)] if again else [self.copies.get(node, self.at[node]), self.back.get(node)]
         born, dies = self.timeline.born, self.timeline.dies
         return any(born[item] <= time <= dies[item] for item in items if item is not None and item in born)
 
     def live_by_kind(self, moments: int = _MOMENTS) -> tuple[tuple[int, ...], ...]:
-        """Return the bytes at up to so many moments as `PeakBytes.live` has them."""
+        """Return the live bytes at up to ``moments`` moments, by kind as in `PeakBytes.live`."""
         timeline = self.timeline
         change = [[0] * len(LIVE) for _ in range(len(timeline.order) + 1)]
         kinds = self._kinds()
@@ -361,7 +368,7 @@ class Held:
     def moments_in_sizes(self) -> list[sympy.Expr]:
         """Return the live bytes at each time as an expression in the dynamic dimensions.
 
-        A kernel's workspace is taken to grow as its result does.
+        A kernel's workspace is assumed to grow in proportion to its result.
         """
         timeline, growth = self.timeline, list(map(_growth, self.made))
         change = [sympy.Integer(0)] * (len(timeline.order) + 1)
@@ -374,7 +381,7 @@ class Held:
         return [sympy.expand(live + more) for live, more in zip(lives, workspaces, strict=True)]
 
     def _kinds(self) -> list[int]:
-        """Return which of `LIVE` each item is."""
+        """Return the kind of each item, an index into `LIVE`."""
         kept, narrow, few, again, returned, others = range(len(LIVE))
         found = [others] * len(self.items)
         for item in range(self.border, len(self.items)):
@@ -391,5 +398,5 @@ class Held:
 
     @property
     def peak(self) -> int:
-        """Bytes that live at the step's peak."""
+        """Return the live bytes at the step's peak."""
         return self.timeline.peak

@@ -1,6 +1,6 @@
-"""Live bytes over a step, replayed from the order of its nodes.
+"""Compute the live bytes of a step over time, from the order of its kernels.
 
-A tensor that lies in memory (`loops`) lives from the node that makes it to the last node that reads its memory.
+A tensor in memory (`loops`) is live from the node that writes it to the last node that reads its memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fxprec.passes.analysis.replay.loops import Item, Loops
 
 @dataclass
 class Timeline:
-    """The live tensors at each time: kernels run in an order that saves memory, forward's first.
+    """The live tensors at each time. Kernels run in an order that saves memory, forward's kernels first.
 
     Backward's items begin at ``border``. A time is a kernel's place in the order; an item inside other loops has none.
     """
@@ -42,7 +42,7 @@ class Timeline:
         self._fill(reads)
 
     def _maker(self, position: int) -> int:
-        """Return the item whose kernel writes an item's memory: a kernel writes all pieces of its result at once."""
+        """Return the item whose kernel writes an item's memory; one kernel writes all pieces of its result."""
         item = self.items[position]
         return item.reads[0] if item.kind is Kind.PIECE and item.reads else position
 
@@ -67,7 +67,7 @@ class Timeline:
         return [half[i] for i in (order if is_better else range(len(half)))]
 
     def _overwrites(self, position: int) -> set[int]:
-        """Return the kernels that read the tensor an item overwrites, through views and their own loops."""
+        """Return the kernels that read the tensor that an item overwrites, through views and their own loops."""
         written = self.items[position].writes
         found, stack = set[int](), [] if written is None else [*self._readers[written]]
         while stack:
@@ -97,7 +97,7 @@ class Timeline:
             self.live.append(live + self.items[position].workspace)
 
     def extend(self, position: int, *, born: int | None = None, dies: int | None = None) -> None:
-        """Let an item live from an earlier time on, or until a later time."""
+        """Make an item live from an earlier time on, or until a later time."""
         was = self.born[position], self.dies[position]
         self.born[position] = min(was[0], was[0] if born is None else born)
         self.dies[position] = max(was[1], was[1] if dies is None else dies)
@@ -105,15 +105,15 @@ class Timeline:
             self.live[time] += self.items[position].bytes
 
     def is_returned(self, position: int) -> bool:
-        """Say whether an item lives to the end: it is returned, or a view of it is."""
+        """Say whether an item is live to the end, because it or a view of it is returned."""
         return self._returned[position]
 
     @property
     def peak(self) -> int:
-        """Bytes that live at the moment that holds most; 0 of an empty step."""
+        """Return the live bytes at the moment with the most; 0 for an empty step."""
         return max(self.live, default=0)
 
     @property
     def waiting(self) -> int:
-        """Bytes that live between forward and backward: saved tensors and outputs."""
+        """Return the bytes that are live between forward and backward: saved tensors and outputs."""
         return sum(self.items[i].bytes for i, born in self.born.items() if born < self.split <= self.dies[i])

@@ -1,7 +1,7 @@
-"""Predict what a library's kernel allocates for itself on a CPU: these bytes are part of the peak, and in no graph.
+"""Predict the bytes that a library's kernel allocates for itself on a CPU: part of the peak, but in no graph.
 
-By the allocator's events, torch 2.13 with oneDNN on a CPU with AVX-512; within a tenth, or above. Of GPUs nothing is
-known here: cuBLAS and cuDNN choose by device and version.
+The figures are from the allocator's events of torch 2.13 with oneDNN on a CPU with AVX-512. Predictions are within a
+tenth, or above. Nothing is known about GPUs: cuBLAS and cuDNN choose by device and version.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from fxprec.passes.analysis.joint import dim_hint, numel_hint
 _GEMMS = ("mm", "addmm", "bmm", "baddbmm")
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
-_CONVOLUTION, _CONVOLUTION_BACKWARD = 16_384, 20_992  # bytes, of a thread
-_CHANNELS = 16  # at once
-_SMALL, _ROWS_PACKED = 16**3, 256  # multiplications that ATen does itself; rows of a panel of a 16-bit GEMM
-_ROWS = ((768, 256), (192, 64), (0, 32))  # of queries at once, from how many on
-_KEYS = 512  # at once
+_CONVOLUTION, _CONVOLUTION_BACKWARD = 16_384, 20_992  # bytes of one thread
+_CHANNELS = 16  # channels of one block
+_SMALL, _ROWS_PACKED = 16**3, 256  # multiplications up to which ATen runs no oneDNN; rows of a 16-bit GEMM's panel
+_ROWS = ((768, 256), (192, 64), (0, 32))  # (least number of queries, queries of one block)
+_KEYS = 512  # keys of one block
 
 
 def workspace(name: str, operands: Sequence[Tensor], threads: int) -> int:
-    """Return the bytes an operator, ``"aten::mm"``, allocates beside its results; 0 where nothing is known."""
+    """Return the bytes that an operator, ``"aten::mm"``, allocates beside its results; 0 if unknown."""
     namespace, _, name = name.partition("::")
     if not operands or operands[0].device.type != "cpu":
         return 0
@@ -47,7 +47,7 @@ def _of_aten(name: str, operands: Sequence[Tensor], threads: int) -> int:
 
 
 def _gemm(a: Tensor, b: Tensor, *, threads: int) -> int:
-    """Return the panels that oneDNN packs in each thread, and the copies of matrices in a batch that lie apart."""
+    """Return the bytes of the panels that oneDNN packs in each thread, and of copies of batches with gaps."""
     m, k, n = (dim_hint(size) for size in (a.shape[-2], a.shape[-1], b.shape[-1]))
     if m * k * n <= _SMALL:
         return 0
@@ -68,7 +68,7 @@ def _is_transposed(x: Tensor) -> bool:
 
 
 def _lies_in_order(x: Tensor) -> bool:
-    """Say whether a batch of matrices, transposed or not, lies without gaps: oneDNN gets a copy of any other."""
+    """Say whether a batch of matrices, transposed or not, is contiguous; oneDNN gets a copy of any other batch."""
     return x.is_contiguous() or x.transpose(-1, -2).is_contiguous()
 
 
@@ -88,7 +88,7 @@ def _widened(name: str, operands: Sequence[Tensor], threads: int) -> int:
 
 
 def _product(a: Tensor, b: Tensor) -> int:
-    """Return the bytes of a block of each factor and of their product, or of some small matrices of a batch."""
+    """Return the bytes of a block of each factor and of their product, or of several small matrices of a batch."""
     m, k, n = (min(dim_hint(size), BLOCK) for size in (a.shape[-2], a.shape[-1], b.shape[-1]))
     elements, batch = m * k + k * n + m * n, dim_hint(a.shape[0]) if a.dim() == 3 else 1
     largest = max(dim_hint(x) * dim_hint(y) for x, y in (a.shape[-2:], b.shape[-2:], (a.shape[-2], b.shape[-1])))
@@ -96,13 +96,13 @@ def _product(a: Tensor, b: Tensor) -> int:
 
 
 def _piece(x: Tensor) -> int:
-    """Return the elements of as many images as are converted at once."""
+    """Return the elements of the images that are converted at once."""
     image = numel_hint(x) // max(dim_hint(x.shape[0]), 1)
     return min(numel_hint(x), max(ELEMENTS, image))
 
 
 def _heads(query: Tensor) -> int:
-    """Return the elements of as many heads as are converted at once."""
+    """Return the elements of the heads that are converted at once."""
     head = dim_hint(query.shape[-2]) * dim_hint(query.shape[-1])
     return min(numel_hint(query), max(ELEMENTS, head))
 
@@ -119,9 +119,10 @@ def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, *, thread
 
 
 def _attention(query: Tensor, key: Tensor, threads: int, *, is_backward: bool) -> int:
-    """Return the bytes of each thread's scores of a block: in float32, in 16 bits too if the query is; backward has 2.
+    """Return the bytes of each thread's block of scores, in float32, and also in 16 bits if the query has 16 bits.
 
-    Backward copies the gradient of the result, ``query`` then, where its heads do not lie side by side.
+    Backward has two such blocks. It also copies the result's gradient, here passed as ``query``, unless the heads of
+    one token are adjacent in memory.
     """
     queries, keys, width = (dim_hint(n) for n in (query.shape[-2], key.shape[-2], query.shape[-1]))
     rows, columns = next(n for least, n in _ROWS if queries >= least), min(_KEYS, keys)

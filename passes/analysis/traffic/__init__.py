@@ -1,1 +1,1 @@
-"""Estimate the launches and bytes of a lowered graph half on a GPU from its nodes (`estimate.traffic_of`)."""
+"""Estimate the launches and bytes of a lowered half on a GPU from its nodes (`estimate.traffic_of`)."""

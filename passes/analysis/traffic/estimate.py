@@ -1,6 +1,7 @@
-"""Estimate launches, bytes outside GEMMs and seconds of a lowered graph half on a GPU, without writing its code.
+"""Estimate launches, bytes outside GEMMs and seconds of a lowered half on a GPU, without generating its code.
 
-`python -m benchmarks.gpu.roofline` counts the code that Inductor really writes; docs/gemm.md has how far this is off.
+`python -m benchmarks.gpu.roofline` counts these in the code that Inductor generates; docs/gemm.md reports the
+differences.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from fxprec.passes.analysis.traffic.nodes import Memory
 
 @dataclass(frozen=True)
 class Traffic:
-    """Launches and bytes of one half, without GEMMs and attention."""
+    """Launches and bytes of one half, GEMMs and attention left out."""
 
     launches: int
     bytes: int
 
     def seconds(self, costs: Costs) -> float:
-        """Return the seconds on a device, where nothing overlaps."""
+        """Return the seconds on a device, assuming that nothing overlaps."""
         return self.launches * costs.launch_s + self.bytes / costs.bytes_per_s
 
 
 def traffic_of(graph: Graph) -> Traffic:
-    """Estimate what a lowered half launches and moves."""
+    """Estimate the launches and the bytes of a lowered half."""
     memory = Memory(graph)
     launches = moved = 0
     for kernel in [*Kernels(memory).groups(), *_library_calls(memory)]:
@@ -39,7 +40,7 @@ def traffic_of(graph: Graph) -> Traffic:
 
 
 def _library_calls(memory: Memory) -> Iterable[set[int]]:
-    """Yield each call of a library or of a kernel of ours, with its pieces."""
+    """Yield each call of a library's or fxprec's own kernel, with the pieces of its result."""
     for position, item in enumerate(memory.items):
         if item.kind is Kind.EXTERN and not memory.is_gemm(position):
             readers = memory.loops.readers[position]
@@ -47,7 +48,7 @@ def _library_calls(memory: Memory) -> Iterable[set[int]]:
 
 
 def _read(memory: Memory, kernel: Collection[int]) -> int:
-    """Return the bytes that a kernel reads from other kernels' tensors, at most each tensor's own."""
+    """Return the bytes that a kernel reads from other kernels' tensors, at most each tensor's size."""
     pieces: dict[int, dict[str, int]] = {}
     for position in kernel:
         for read in memory.reads[position].values():
@@ -57,7 +58,7 @@ def _read(memory: Memory, kernel: Collection[int]) -> int:
 
 
 def _written(memory: Memory, kernel: Collection[int]) -> int:
-    """Return the bytes that a kernel writes: its results that others read."""
+    """Return the bytes of a kernel's results that other kernels read."""
     return sum(memory.items[p].bytes for p in kernel if _leaves(memory, p, kernel))
 
 
@@ -69,7 +70,7 @@ def _leaves(memory: Memory, position: int, kernel: Collection[int]) -> bool:
 
 
 def _is_inside(memory: Memory, position: int, kernel: Collection[int]) -> bool:
-    """Say whether a kernel contains a reader, or every loop that reads through it where it has no buffer."""
+    """Say whether a kernel contains a reader; for a reader without a buffer, whether it contains all its readers."""
     if memory.lies(position):
         return position in kernel
     return all(_is_inside(memory, reader, kernel) for reader in memory.loops.readers[position])

@@ -1,7 +1,7 @@
-"""Predict the loops that Inductor fuses: loops over the same elements that share tensors they read or make.
+"""Predict which loops Inductor fuses: loops over the same elements that share tensors they read or write.
 
-Its scheduler joins the pair that shares the most bytes, then the next, as long as no path leads out of a kernel and
-back.
+Inductor's scheduler fuses the pair that shares the most bytes, then the next, as long as no path leads out of a kernel
+and back into it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from fxprec.passes.analysis.replay.kernels import Kind
 from fxprec.passes.analysis.traffic.nodes import Memory, Read
 
 _MOST_READERS = 24
-"""Most readers of one tensor that are compared with each other; of more readers only neighbours are."""
+"""Most readers of one tensor that are compared in all pairs; of more readers only neighbours are compared."""
 _SMALL = 4096
-"""Bytes. Loops that share no more are not joined."""
+"""Loops that share no more than these bytes are not fused."""
 
 
 @dataclass
@@ -25,9 +25,9 @@ class _Group:
 
     members: set[int]
     over: int
-    """Elements it goes over."""
+    """Elements that the kernel iterates over."""
     made: set[int]
-    """Elements that its reductions make of them, as sizes."""
+    """Numbers of elements that its reductions reduce them to."""
 
 
 class Kernels:
@@ -40,7 +40,7 @@ class Kernels:
         self._before = self._ancestors()
         pairs = list(self._pairs())
         while sum(self._join(*pair) for pair in pairs):
-            pass  # what has joined may take in what it could not alone
+            pass  # a fused kernel may fuse with a loop that its parts could not fuse with
 
     def groups(self) -> list[set[int]]:
         """Return the loops of each kernel, in order."""
@@ -51,7 +51,7 @@ class Kernels:
         return _Group({position}, over, {made} if made != over else set())
 
     def _ancestors(self) -> list[int]:
-        """Return for each item the set, as bits, of the kernels' items that must run before it."""
+        """Return for each item a bit set of the kernels' items that must run before it."""
         before: list[int] = []
         for item in self.memory.items:
             bits = 0
@@ -62,12 +62,12 @@ class Kernels:
         return before
 
     def _maker(self, base: int) -> int:
-        """Return the item whose loop writes ``base``, which may be one of several results."""
+        """Return the item whose loop writes ``base``; a loop may write several results."""
         item = self.memory.items[base]
         return item.reads[0] if item.kind is Kind.PIECE else base
 
     def _pairs(self) -> Iterator[tuple[int, int, bool]]:
-        """Yield (loop, loop, whether the second reads the first); first the pairs that share the most bytes."""
+        """Yield (loop, loop, whether the second reads the first), in order of shared bytes, most first."""
         shared: dict[tuple[int, int], int] = {}
         direct: dict[tuple[int, int], bool] = {}
         readers: dict[int, list[tuple[int, Read]]] = {}
@@ -94,7 +94,7 @@ class Kernels:
                 shared[pair] = shared.get(pair, 0) + min(read_a.bytes, read_b.bytes)
 
     def _join(self, first: int, second: int, direct: bool) -> bool:
-        """Join the kernels of two loops where one kernel can do both; return whether it can."""
+        """Fuse the kernels of two loops if one kernel can do both; return whether it can."""
         a, b = self.group[first], self.group[second]
         if a is b or not direct or not self._fit(a, b) or self._has_cycle(a, b):
             return False
@@ -106,7 +106,7 @@ class Kernels:
         return True
 
     def _fit(self, a: _Group, b: _Group) -> bool:
-        """Say whether one kernel can do both, the second of which may read the first."""
+        """Say whether one kernel can do both; ``b`` may read ``a``'s results."""
         reads = (read for p in b.members for read in self.memory.reads[p].values())
         reads_first = any(self._maker(read.base) in a.members for read in reads)
         if reads_first and any(self.memory.is_split(p) for p in a.members):
@@ -119,11 +119,11 @@ class Kernels:
         return self._is_cut(a) == self._is_cut(b) or len(a.made | b.made) > 1
 
     def _is_cut(self, group: _Group) -> bool:
-        """Say whether a kernel is the first of the two kernels of a reduction."""
+        """Say whether a kernel is the first of a reduction's two kernels."""
         return any(self.memory.is_split(p) for p in group.members)
 
     def _can_mix(self, a: _Group, b: _Group) -> bool:
-        """Say whether one kernel reduces rows and columns of a matrix: Inductor's `MixOrderReduction`."""
+        """Say whether one kernel can reduce rows and columns of a matrix: Inductor's `MixOrderReduction`."""
         rows, columns = (b, a) if self._is_cut(a) else (a, b)
         if self._is_cut(rows) or len(rows.made) > 1 or len(columns.made) > 1:
             return False
@@ -133,7 +133,7 @@ class Kernels:
         return sums and rows.over >= 5 << 20 and count >= max(4096, 2 * length) and length <= 1 << 14
 
     def _has_cycle(self, a: _Group, b: _Group) -> bool:
-        """Say whether something outside reads one of the groups and is read by the other."""
+        """Say whether a kernel outside reads one of the groups and is read by the other."""
         members = a.members | b.members
         bits, before = _bits(members), 0
         for member in members:
@@ -141,7 +141,10 @@ class Kernels:
         return any(self._before[p] & bits for p in _set_bits(before & ~bits & -(1 << min(members))))
 
     def _note(self, joined: _Group) -> None:
-        """Order a joined kernel: nodes before one member are before all members, and before nodes that follow any."""
+        """Update the order for a fused kernel.
+
+        Nodes before one member are now before all members, and before all nodes that follow any member.
+        """
         bits = _bits(joined.members)
         before = 0
         for member in joined.members:

@@ -1,4 +1,4 @@
-"""Describe each node of a lowered graph half: its item, the size of the loop that makes it, the loop's reads."""
+"""Describe each node of a lowered half: its item, the size of its loop, and the loop's reads."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ aten = torch.ops.aten
 _LAUNCH = compat.TritonCalls.target
 _GEMMS = ops.GEMMS | ops.GEMMS_BACKWARD | {aten.mm.dtype, MatmulCodes.target, MatmulToCodes.target, ScaledMm.target}
 _MOST_JOINED = 4
-"""Tensors side by side that Inductor makes in one loop over all; of more, each is written into its place."""
+"""Most tensors that Inductor concatenates in one loop; with more, each tensor is written into its place."""
 _PERMUTES = moving_as(Moves.ORDER)
 _PIECES = moving_as(Moves.PART, Moves.PARTS, Moves.STRIDED)
 
 
 def set_values(graph: Graph) -> None:
-    """Give each node its fake value: what lowering inserts has none, or one of another shape."""
+    """Compute each node's fake value: nodes that lowering inserts have none, or a value of another shape."""
     vals = (value(node) for node in graph.find_nodes(op="placeholder"))
     mode = next((val.fake_mode for val in vals if isinstance(val, compat.FakeTensor)), None)
     with mode or contextlib.nullcontext(), torch.no_grad():
@@ -42,26 +42,27 @@ def set_values(graph: Graph) -> None:
 
 
 def _is_launch(node: Node) -> bool:
-    """Say whether a node launches a generated kernel, or is a result of one."""
+    """Say whether a node launches a generated kernel, or is a result of such a launch."""
     return node.target is _LAUNCH or any(n.target is _LAUNCH for n in node.all_input_nodes)
 
 
 @dataclass(frozen=True)
 class Read:
-    """One loop's read of one tensor in memory."""
+    """A loop's read of one tensor in memory."""
 
     base: int
-    """The item that lies there."""
+    """The item that is read."""
     piece: str = ""
-    """The part that is read; empty for all of the tensor."""
+    """The part that is read; empty for the whole tensor."""
     bytes: int = 0
     is_moved: bool = False
-    """Whether the tensor is read in another order, or in part: then the loop that makes it cannot hand it over."""
+    """Whether the tensor is read in another order, or in part: then the reader cannot fuse with the loop that writes
+    it."""
 
 
 @dataclass
 class Memory:
-    """The nodes of one lowered half as items, in order, and the items that lie in memory."""
+    """The nodes of one lowered half as items, in order, and which items are in memory."""
 
     graph: Graph
     nodes: list[Node] = field(default_factory=list)
@@ -80,17 +81,17 @@ class Memory:
             kind = Kind.FUSED if _is_cut_out(node) else _kind(node)
             self.items.append(Item(kind, _bytes(node), sources, is_returned=node in returned))
         for position, node in enumerate(self.nodes):
-            if _is_joined_in_place(node):  # what stands side by side is written there
+            if _is_joined_in_place(node):  # each part is written into its place in the result
                 for source in self.items[position].reads:
                     self.items[source].is_stored = True
 
     @cached_property
     def loops(self) -> Loops:
-        """Return which items lie in memory, and which of these each item reads."""
+        """Return which items are written to memory, and which of these each item reads."""
         return Loops(self.items)
 
     def lies(self, position: int) -> bool:
-        """Say whether an item is a tensor in memory of its own: made by a kernel, or given."""
+        """Say whether an item is a tensor in memory of its own: an input, a constant or a kernel's result."""
         item = self.items[position]
         given = item.kind is Kind.FREE and self.nodes[position].op in ("placeholder", "get_attr")
         return given or self.loops.lies[position]
@@ -101,7 +102,7 @@ class Memory:
 
     @cached_property
     def reads(self) -> list[dict[tuple[int, str], Read]]:
-        """Return the reads of each item, through views and through nodes that are part of its loop."""
+        """Return the reads of each item, seen through views and nodes of its own loop."""
         found: list[dict[tuple[int, str], Read]] = []
         for position, item in enumerate(self.items):
             reads: dict[tuple[int, str], Read] = {}
@@ -114,7 +115,7 @@ class Memory:
         return found
 
     def _shown(self, position: int, read: Read) -> Read:
-        """Return the read of a tensor as a view shows it."""
+        """Return the read of a tensor through the view at ``position``."""
         node = self.nodes[position]
         if _kind(node) is not Kind.VIEW:
             return read
@@ -131,7 +132,7 @@ class Memory:
         return 1 if val is None else val.dtype.itemsize
 
     def space(self, position: int) -> tuple[int, int]:
-        """Return the elements that the loop of an item goes over, and the elements that it makes."""
+        """Return the number of elements that an item's loop iterates over, and the number that it writes."""
         node, made = self.nodes[position], value(self.nodes[position])
         if self.items[position].kind is Kind.REDUCED and node.all_input_nodes:
             source = numel_hint(tensor_of(node.all_input_nodes[0]))
@@ -141,7 +142,7 @@ class Memory:
         return size, size
 
     def is_split(self, position: int) -> bool:
-        """Say whether a reduction is cut into two kernels: its dimension is not innermost, or its results are few."""
+        """Say whether a reduction is split into two kernels: its dimension is not innermost, or its results are few."""
         if self.items[position].kind is not Kind.REDUCED:
             return False
         over, out = self.space(position)
@@ -150,11 +151,11 @@ class Memory:
         return inner > _SHORT and (out < _FEW or not _is_innermost(self.nodes[position], source, inner))
 
 
-_SHORT, _FEW = 1024, 1024  # of a row; results
+_SHORT, _FEW = 1024, 1024  # elements of a row; number of results
 
 
 def _is_innermost(node: Node, source: torch.Tensor, count: int) -> bool:
-    """Say whether a reduction over ``count`` elements goes over a dimension that is innermost in memory."""
+    """Say whether a reduction over ``count`` elements is over a dimension that is innermost in memory."""
     dims = argument(node, 1)
     over = dims if isinstance(dims, list | tuple) else range(source.ndim)
     strides = [dim_hint(source.stride(int(d))) for d in over if isinstance(d, int)]
@@ -187,7 +188,7 @@ def _is_piece(node: Node) -> bool:
 
 
 def _is_cut_out(node: Node) -> bool:
-    """Say whether a piece of a pointwise result without a buffer is computed by itself, for a library that reads it."""
+    """Say whether a library's operand is a piece of a pointwise result without a buffer: it is computed by itself."""
     if _kind(node) is not Kind.VIEW or not _is_piece(node) or value(node) is None:
         return False
     base = node
@@ -202,7 +203,7 @@ def _is_joined_in_place(node: Node) -> bool:
 
 
 def _bytes(node: Node) -> int:
-    """Return the bytes of a node's result; several results are items of their own."""
+    """Return the bytes of a node's result; several results are separate items."""
     val = value(node)
     return 0 if val is None else _tensor_bytes(val)
 
