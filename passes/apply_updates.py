@@ -62,8 +62,8 @@ def _readers(node: Node) -> Iterator[Node]:
 def _made_in_loops(readers: Collection[Node]) -> set[Node]:
     """Return ``readers``, and every node that Inductor fuses into loops behind them, up to a tensor in memory.
 
-    An update forces each fused value that reads the parameter into memory. If an update ran earlier, the gradient of a
-    residual stream would wait in memory as its addends, one for each norm, and not as one sum.
+    An update forces each fused value that reads the parameter into memory. An earlier update would make the gradient of
+    a residual stream wait as its addends, one for each norm, and not as one sum.
     """
     found, stack = set(readers), list(readers)
     while stack:
@@ -82,10 +82,7 @@ def _is_read_whole(node: Node) -> bool:
 
 
 def _repeat_views(forward: Graph, backward: Graph, parameters: Collection[Node]) -> None:
-    """Recompute the views of stepped parameters that cross to backward as inputs.
-
-    The backward graph cannot tell that such an input shares the parameter's memory.
-    """
+    """Recompute views of stepped parameters that cross as inputs, so that backward sees the shared memory."""
     made = {node.name: node for node in forward.nodes}
     inputs = {node.name: node for node in backward.nodes if node.op == "placeholder"}
     copies = {parameter.name: parameter for parameter in parameters}

@@ -1,7 +1,7 @@
 """Round the operands of GEMMs with a parameter to block formats, along the dimension that each product sums over.
 
 A layer has three products: its result, its input's gradient and its weight's gradient. Each has a format of its own in
-the recipe (`fxprec.config.operands`). An operand is stored in blocks and read back in front of its GEMM, so the GEMM
+the recipe (`fxprec.config.operands`). An operand is stored in blocks and read back in front of its GEMM. So the GEMM
 multiplies the same values as hardware with block-scaled GEMMs. Definitions: docs/compute.md, "Operands in blocks".
 """
 

@@ -5,8 +5,8 @@ The chooser (`passes.crossings`) minimises time. Under a peak budget, memory nev
 `crossings.rewrite` rewrites the graph as chosen, and the partition follows the graph.
 
 Two things are not up to the chooser. The user's checkpoints fix what their regions save and recompute. Without a peak
-budget, every copy that tolerates the block format of the recipe or of a given plan is stored in it (docs/compute.md,
-"Fewer than 8 bits").
+budget, the recipe's or given plan's block format is used for every copy that tolerates it (docs/compute.md, "Fewer than
+8 bits").
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ from fxprec.passes.notice import Notice, readable
 
 @dataclass(frozen=True)
 class ChooseCrossings(Pass):
-    """Choose a way for each value that backward needs: keep it in some form, or recompute it.
-
-    Under a peak budget the pass also fills ``work.peak``, and ``work.peak_sizes`` if shapes are dynamic.
-    """
+    """Choose a way for each value that backward needs; under a peak budget fill ``work.peak`` and ``peak_sizes``."""
 
     name: str = "choose-crossings"
 
@@ -105,10 +102,7 @@ def _tell_of_blocks(work: Work, needs: Needs, stage: Stage) -> None:
 
 
 def _tell_of_wanted_blocks(work: Work, refused: Mapping[int, str]) -> None:
-    """Add a notice for each tensor that a given plan stores in blocks and this graph does not.
-
-    ``refused`` has the reason for each site's id.
-    """
+    """Add a notice for each tensor that only the given plan stores in blocks; ``refused`` has reasons, by site."""
     if work.given is None:
         return
     for site in work.book.sites:

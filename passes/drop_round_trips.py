@@ -1,7 +1,7 @@
 """Remove round trips bfloat16 -> float32 -> bfloat16, which keep every bit and cost two passes over memory.
 
-Round trips lie between two GEMMs with only views and concatenations between them, and where a GEMM's result is stored
-in the dtype that the GEMM returned.
+Round trips lie between two GEMMs with only views and concatenations between them. Others lie between a GEMM and its
+result's stored copy, if the copy has the dtype that the GEMM returned.
 """
 
 from __future__ import annotations

@@ -119,10 +119,7 @@ class _Rewrite:
                             reader.replace_input_with(shown, self._as_shown(shown, decode, x))
 
     def _decoded(self, copy: Node, decode: Node, readers: list[Node]) -> Node | None:
-        """Decode the transposed copy in front of its readers.
-
-        Return None if the shape is dynamic and not 2-dim: then both copies are saved.
-        """
+        """Decode the copy in front of its readers; None if its shape is dynamic and not 2-dim: then both are saved."""
         read = Dequantize.of(decode)
         q, stored = read.q, tensor_of(read.q)
         if stored.ndim != 2 and not all(isinstance(size, int) for size in stored.shape):

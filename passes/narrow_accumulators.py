@@ -1,7 +1,4 @@
-"""Round the products and partial sums of every GEMM to the accumulator's formats (Han et al. 2020, section 5).
-
-This happens in storage ``simulate`` only.
-"""
+"""Simulate accumulators: round every GEMM's products and partial sums (Han et al. 2020, section 5)."""
 
 from __future__ import annotations
 

@@ -56,10 +56,9 @@ class Partition:
         return compat.cut(gm, crossings(self.work.joint), drawn, num_fwd_outputs=options["num_fwd_outputs"])
 
     def _copies_again(self) -> list[Node]:
-        """Return the stored copies of parameters that backward may recompute from the parameter itself.
+        """Return the stored copies of parameters that backward recomputes from the parameter itself.
 
-        Under an ``activation_memory_budget`` these are all copies, else those of parameters that only checkpointed
-        regions read.
+        Under an ``activation_memory_budget`` these are all copies, else the copies that only checkpointed regions read.
         """
         joint, budget = self.work.joint, self.work.memory_budget
         copies = (n for n in joint.forward_nodes() if is_copy_of_parameter(n, joint))
@@ -74,10 +73,9 @@ def as_torch_does(gm: GraphModule, inputs: Sequence[object], copied: Collection[
 
 
 def tidy(gm: GraphModule, copied: Collection[Node]) -> list[Node]:
-    """Prepare a graph for the partition, after torch's passes; return the nodes that must be saved.
+    """Prepare a graph for the partition: copy overwritten inputs, sum upsamplings' gradients, save random numbers.
 
-    Backward gets copies of inputs that are overwritten, an upsampling's gradient becomes a sum of slices, and random
-    numbers are saved under a memory budget.
+    Torch's own passes would undo this. Return the nodes that must be saved.
     """
     kept = copy_written_inputs(gm.graph, copied)
     sum_upsampled(gm.graph)

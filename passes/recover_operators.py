@@ -12,10 +12,7 @@ from fxprec.passes.base import Pass, Work
 
 @dataclass(frozen=True)
 class RecoverOperators(Pass):
-    """Fill ``work.operators``, and mark the values that later passes must not touch.
-
-    Under a peak budget the pass also removes the user's checkpoint marks, since the budget takes their place.
-    """
+    """Fill ``work.operators``, and mark values that no later pass may touch; a peak budget replaces checkpoints."""
 
     name: str = "recover-operators"
     rounds_log_softmax: bool = False

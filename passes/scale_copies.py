@@ -1,8 +1,8 @@
 """Give each copy of a forward tensor in 8 bits or fewer a power-of-two scale of its own.
 
 e4m3fn's normal numbers begin at 2^-6. Without a scale, the gradient of a weight that multiplies activations of rms
-0.006 would be off by 10 %, and smaller activations would be stored as 0. The cast multiplies by the scale, and each
-reader of the codes, a decode or a GEMM, divides by it. The runtime chooses the exponent from its statistics
+0.006 would be off by 10 %. Smaller activations would be stored as 0. The cast multiplies by the scale, and each reader
+of the codes, a decode or a GEMM, divides by it. The runtime chooses the exponent from its statistics
 (`fxprec.runtime.scaling.copies`).
 """
 

@@ -1,5 +1,4 @@
-"""Make sums read the bfloat16 copy of a gradient that GEMMs multiply, as under autocast. A bias's gradient is such a
-sum.
+"""Make sums read the bfloat16 copy of a gradient that GEMMs multiply, as autocast does for a bias's gradient.
 
 A sum over rows is a loop of its own and reads from memory, so the float32 gradient would be written for the sum alone.
 The sum itself stays in float32. If the model or its autocast converts the gradient, the graph already says which copy

@@ -1,1 +1,1 @@
-"""Questions that passes ask about a graph. Only the helpers that insert casts edit one."""
+"""Analyses of a graph for passes. They edit metadata of nodes at most; passes and `casts` edit the graph."""

@@ -32,8 +32,7 @@ _SOFTMAX = frozenset(name for name in map(str, having(Trait.SOFTMAX)) if "log" n
 _MASKS, _SCALINGS = having(Trait.MASKS), having(Trait.SCALES)
 _ROUNDINGS = frozenset({QUANTIZE, DEQUANTIZE, KEEP_NONFINITE})
 _PRODUCTS = with_wide(BATCHED)
-"""Batched products of two values. Products with a parameter are no batches: they make a router's or classifier's
-logits."""
+"""Batched products. A product with a parameter is not batched: it computes a router's or classifier's logits."""
 
 
 @dataclass(frozen=True)

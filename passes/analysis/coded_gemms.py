@@ -3,10 +3,13 @@
 A native fp8 GEMM (cuBLASLt; sm_89 and later) reads both operands along the summed dimension: ``a`` row-major, ``b``
 column-major. For y = x W^T, with x (tokens, in), W (out, in) and dy (tokens, out) stored row-major, that needs:
 
-=====================  =====================  ====================== GEMM                   a, row-major           b,
-column-major =====================  =====================  ====================== y  = x W^T             x
-W, seen transposed dx = dy W              dy                     W's transposed copy dW = dy^T x            dy's
-transposed copy   x's transposed copy =====================  =====================  ======================
+=====================  =====================  ======================
+GEMM                   a, row-major           b, column-major
+=====================  =====================  ======================
+y  = x W^T             x                      W, seen transposed
+dx = dy W              dy                     W's transposed copy
+dW = dy^T x            dy's transposed copy   x's transposed copy
+=====================  =====================  ======================
 
 So backward reads x and W in their transposed copies only, and only these copies are saved.
 """

@@ -1,7 +1,7 @@
 """Read AOTAutograd's descriptors of the inputs and outputs of a joint graph, in ``node.meta["desc"]``.
 
-Positions do not identify inputs. A tensor subclass such as `DTensor` has one input for each of its inner tensors, and
-effect tokens and random seeds are inputs that the user did not give. The descriptor classes are private to torch, so
+Positions do not identify inputs. A tensor subclass such as `DTensor` has one input for each of its inner tensors.
+Effect tokens and random seeds are inputs that the user did not give. The descriptor classes are private to torch, so
 they are recognised by name.
 """
 

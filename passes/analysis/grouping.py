@@ -19,8 +19,8 @@ i + 1.
 GEMM i stands between the group of its first operand that is a datum and the group of its result. Both may be the same,
 several GEMMs may open one group, and there may be more or fewer groups than GEMMs. Along a chain both groupings agree.
 
-Under both groupings a parameter belongs to the group of the first input of the operator that uses it first, or to that
-operator's group if this input is no datum. A gradient belongs to the group of its value.
+Under both groupings a parameter belongs to the group of the first input of the operator that uses the parameter first.
+If this input is no datum, the parameter belongs to that operator's group. A gradient belongs to the group of its value.
 """
 
 from __future__ import annotations

@@ -48,10 +48,9 @@ class Grouped:
 
     @cached_property
     def ends(self) -> frozenset[int] | None:
-        """Return the ids of tensors beside the first GEMM and of all tensors in the last group (``keep_high="ends"``).
+        """Return the ids of the first GEMM's operands, parameters, results and gradients, and of all in the last group.
 
-        Beside the first GEMM are its operands, parameters, results and their gradients. None if the groups are in
-        execution order, which determines the ends by itself.
+        None if the groups are in execution order, which determines these tensors by itself.
         """
         if self.grouping.name == "execution" or not self.gemms:
             return None

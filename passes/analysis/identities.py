@@ -1,6 +1,6 @@
 """Follow gradients through sums, views and operators whose backward is the identity.
 
-Autograd leaves no node for the backward of a residual ``add``, so a gradient that leaves an operator may reach the
+Autograd leaves no node for the backward of a residual ``add``. So a gradient that leaves an operator may reach the
 backward of operators far above its inputs. To find the input that a gradient belongs to, its destinations are compared
 with the destinations of each input's gradient. Paths are counted, not only their ends: in ``b = a + a; c = a + b`` the
 gradients of a and of b end at the same operator, the latter by two paths.

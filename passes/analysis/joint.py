@@ -82,10 +82,7 @@ def is_view_or_cast(node: Node) -> bool:
 
 
 def readers(node: Node, shows: Callable[[Node], bool] = is_view) -> Iterator[tuple[Node, Node]]:
-    """Yield (node that is read, its reader) for each reader of ``node``, seen through nodes for which ``shows`` holds.
-
-    By default these are views, pieces of splits among them.
-    """
+    """Yield (node that is read, its reader), seen through nodes for which ``shows`` holds: views by default."""
     for user in node.users:
         if shows(user):
             yield from readers(user, shows)
@@ -318,8 +315,7 @@ class JointGraph:
     def stepped(self, inputs: Collection[int]) -> Iterator[tuple[Node, int, Node]]:
         """Yield (parameter, position of its gradient among the results, gradient) for each of these captured inputs.
 
-        The kernel of a step takes one dtype. So a gradient in another dtype than its parameter's is left out, and
-        returned.
+        A step's kernel takes one dtype. So a gradient in another dtype than its parameter's stays a result.
         """
         for parameter, (at, _) in self.gradients.items():
             gradient = self.results[at]

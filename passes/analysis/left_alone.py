@@ -17,8 +17,7 @@ from fxprec.plan.lines import place
 def left_alone(work: Work, *, rounds_gradients: bool) -> Iterator[Notice]:
     """Yield a notice for the first complex value, the first float64 value, and each nested graph.
 
-    If parameters' gradients are rounded (``rounds_gradients``), also yield a notice for each sparse gradient, which is
-    not.
+    With ``rounds_gradients`` also yield a notice for each sparse gradient, which is not rounded.
     """
     yield from _complex_values(work.operators)
     yield from _float64_values(work)

@@ -1,9 +1,9 @@
 """Find the saved values that 8 bits would spoil, with the reason.
 
 Backward reads a saved value through one formula. If the formula is linear in the value, an error of 6 % (e4m3fn) is an
-error of 6 % in a summand, and errors of many summands cancel. Otherwise the error is multiplied or does not cancel.
-Such a value keeps the recipe's high format, or its own dtype if 16 bits spoil it too. The same holds for a statistic,
-one number that many elements are multiplied by. No pass touches divisors, nor log-softmax's result, which backward
+error of 6 % in a summand. Errors of many summands cancel. Otherwise the error is multiplied or does not cancel. Such a
+value keeps the recipe's high format, or its own dtype if 16 bits spoil it too. The same holds for a statistic, one
+number that many elements are multiplied by. No pass touches divisors, nor log-softmax's result, which backward
 exponentiates (`values`).
 
 The table is measured (`fxprec.ir.operators.measured`). Reasons given by hand are tested one by one

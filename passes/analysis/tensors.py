@@ -36,11 +36,10 @@ class CountedTensor:
     source: str
     """``file:line``, or ``""``."""
     feeds_gemm: bool
-    """Whether a GEMM multiplies it, seen through views; for an output's gradient, whether the output is a GEMM's
-    result."""
+    """Whether a GEMM multiplies it, seen through views; for an output's gradient, whether a GEMM computes the
+    output."""
     of_gemm: bool
-    """Whether it is a GEMM's result, parameter or parameter's gradient; for an output's gradient, whether a GEMM
-    multiplies the output."""
+    """Whether it is a GEMM's result or parameter; for an output's gradient, whether a GEMM multiplies the output."""
     saved: bool
     """Whether backward, or a recomputation in backward, reads this forward value."""
     shape: str

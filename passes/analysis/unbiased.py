@@ -1,11 +1,11 @@
 """Find stored copies that may have any error of mean 0, because all gradients then keep their mean.
 
 Backward is linear in the gradients that pass through it. A copy with errors of mean 0, independent of all others, keeps
-the mean of every gradient that is linear in the copy. That holds if the copy is moved, scaled and added to other
-values, and each result is multiplied by values that do not depend on the copy. Weight gradients, products, norms but
-for one term, and attention's values and result are linear in this sense. If two factors computed from the copy are
-multiplied, the square of the error stays. That is allowed if one factor is a sum over so many elements that the error's
-share of the sum is small (a norm's backward: x * sum(g x)).
+the mean of every gradient that is linear in the copy. A gradient is linear in the copy under two conditions. The copy
+is only moved, scaled and added to other values. Each result is multiplied by values that do not depend on the copy.
+Weight gradients, products, norms but for one term, and attention's values and result are linear in this sense. If two
+factors computed from the copy are multiplied, the square of the error stays. That is allowed if one factor is a sum
+over so many elements that the error's share of the sum is small (a norm's backward: x * sum(g x)).
 """
 
 from __future__ import annotations

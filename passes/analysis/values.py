@@ -2,8 +2,8 @@
 
 Passes store, round, rescale or narrow plain floating-point tensors: real numbers in float32, bfloat16 or float16, dense
 and strided. Every other value keeps the model's own precision: complex numbers, float64, integers, a user's own 8-bit
-floats, sparse layouts, masks, effect tokens (empty tensors that order side effects), and results that a collective has
-not delivered yet (before ``wait_tensor`` the memory has undefined content).
+floats, sparse layouts, masks and effect tokens (empty tensors that order side effects). So do results that a collective
+has not delivered yet: before ``wait_tensor`` the memory has undefined content.
 
 A mask is a tensor that contains fill values by construction, ``where(allowed, 0, -inf)``. A fill value marks a place;
 its size means nothing. As numbers, fill values overflow every narrow format, so the tensor would be promoted in the

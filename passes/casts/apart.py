@@ -26,10 +26,7 @@ _CAT, _SLICE = torch.ops.aten.cat.default, torch.ops.aten.slice.Tensor
 
 
 def lay_apart(work: Work) -> None:
-    """Rewrite concatenations and their gradients in the joint graph.
-
-    If only a GEMM and stored copies for backward read a concatenation, it runs in the GEMM's dtype.
-    """
+    """Rewrite concatenations and their gradients; a concatenation may run in the dtype of the GEMM that reads it."""
     step = Step(work.joint)
     joined = Joined(work, Waits.of(step.forward))
     for node in step.forward:

@@ -72,11 +72,7 @@ def _decode(arg: object) -> Node | None:
 
 
 def _is_cheaper(operand: Node, gradient: Node) -> bool:
-    """Say whether a decode that divides costs less than a pass over the gradient.
-
-    The decode costs nothing if backward reads it only once. Otherwise a second decode must read fewer elements than the
-    gradient has.
-    """
+    """Say whether decoding once more costs less than a pass over the gradient: it is the only decode, or smaller."""
     decode = _decode(operand)
     if decode is None:
         return False

@@ -19,8 +19,7 @@ from fxprec.passes.sites import emit, emit_call
 
 aten = torch.ops.aten
 _IN_BACKWARD = "must_be_in_backward"
-"""Without this tag, torch's min-cut would rotate a forward value in the forward graph, with another seed
-drawn there."""
+"""Without this tag torch's min-cut would rotate a forward value in forward, with another seed drawn there."""
 
 OPERAND_META = "fxprec_operand_of"
 """Metadata key of a cast: (id of the plan's GEMM, elements of the GEMM's weight). The doctor reads it."""

@@ -1,8 +1,8 @@
 """Compute the gradient of a nearest upsampling as a sum of slices, where autograd scatters.
 
-Autograd adds each output element's gradient to the input element that it was read from. In Inductor's CPU loop this
-takes one atomic addition an element, a fifth of a U-Net's step. If every input element was read equally often, in
-order, the gradient is a sum of strided slices.
+Autograd adds each pixel's gradient to the pixel that it was read from. In Inductor's CPU loop this takes one atomic
+addition an element, a fifth of a U-Net's step. If every pixel was read equally often, in order, the gradient is a sum
+of strided slices.
 """
 
 from __future__ import annotations

@@ -71,10 +71,7 @@ class Rates:
 
 
 def _error(fmt: AnyFormat) -> float:
-    """Return a format's relative error, root mean square, for normal numbers; integers span 7 deviations.
-
-    Integers of fewer than 8 bits are rounded at random.
-    """
+    """Return a format's relative error, root mean square, for normal numbers; integers span 7 deviations."""
     if isinstance(fmt, BlockFormat) and isinstance(fmt.element, Integer):
         steps = 7 / fmt.element.largest
         return float(steps / (6 if fmt.bits < WHOLE_BITS else 12) ** 0.5)

@@ -37,9 +37,8 @@ class Needs:
     forms: dict[Node, tuple[Form, ...]] = field(default_factory=dict)
     """The forms in which each value may be kept."""
     kept: dict[Node, Form] = field(default_factory=dict)
-    """Values that must be kept, with the form: inputs of checkpointed regions, values that a region's policy saves,
-    values that recomputation from a rounded copy would spoil, and copies in the format that the recipe or a given plan
-    names."""
+    """Values that must be kept, with the form: a region's inputs and what its policy saves, values that a rounded copy
+    would spoil, and copies in the format that the recipe or a given plan names."""
     read_as_it_is: set[Node] = field(default_factory=set)
     """Values of which backward reads the value itself, not a copy."""
     refused: dict[Node, str] = field(default_factory=dict)
@@ -175,10 +174,7 @@ def _in_blocks(needs: Needs, copies: _Copies, work: Work) -> dict[Node, list[Blo
 
 
 def _movable(needs: Needs, copies: _Copies) -> set[Node]:
-    """Return the values that may wait in host memory.
-
-    Such a value has a static shape, is not empty, is dense, is no output, and is stored as one copy at most.
-    """
+    """Return the values that may wait in host memory: static, not empty, dense, no output, with at most one copy."""
     found = set[Node]()
     for node in copies.own:
         val = tensor_of(node)

@@ -18,11 +18,7 @@ from fxprec.plan.rows import PeakPoint
 
 @dataclass(frozen=True)
 class Together:
-    """The graphs of a step, by number.
-
-    ``calls`` are the orders in which steps call the graphs; ``gradients`` has the bytes of each graph's parameter
-    gradients.
-    """
+    """The graphs of a step by number; ``calls``: the orders of their calls; ``gradients``: their bytes of gradients."""
 
     points: Mapping[int, Sequence[PeakPoint]]
     calls: Sequence[Sequence[int]]

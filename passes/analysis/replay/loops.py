@@ -1,7 +1,7 @@
 """Predict which pointwise results are written to memory, and what each loop reads there, as Inductor fuses.
 
 A pointwise result is computed in the loops of its readers. It is written to memory only if a library's kernel reads it,
-or if several loops read it and it is expensive to repeat (`realize_reads_threshold` and its kin).
+or if several loops read it and repeating it is expensive (`realize_reads_threshold` and its kin).
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Step:
     joint: JointGraph
     processor: Processor = field(default_factory=Processor.here)
     stepped: Mapping[int, int] = field(default_factory=dict)
-    """Position of each captured input that backward steps -> bytes of workspace of its step. Its gradient is not
+    """Position of a captured input that backward steps -> bytes of the step's workspace. Its gradient is not
     returned."""
 
     def __post_init__(self) -> None:
@@ -88,13 +88,12 @@ class Step:
     stored: Mapping[Node, list[Node]] = field(init=False)
     """The casts of each value that has a copy."""
     copied: Mapping[Node, Format] = field(init=False)
-    """Inputs that backward reads as a narrower copy -> its format. The copy waits, although the input is in memory
-    anyway."""
+    """Inputs that backward reads as a narrower copy -> its format. The copy waits, although the input is there."""
     asked: set[Node] = field(init=False)
     """Values for which backward tests whether they are above 0."""
     decoded: set[Node] = field(init=False)
-    """Decoded copies, and other nodes without a gradient that only backward computes. They run when a gradient needs
-    them."""
+    """Decoded copies, and other nodes that only backward computes, without a gradient: run when a gradient
+    needs them."""
     forward: list[Node] = field(init=False)
     backward: list[Node] = field(init=False)
     behind: set[Node] = field(init=False)
@@ -136,10 +135,7 @@ class Step:
                 yield source
 
     def traits_of(self, node: Node) -> tuple[Kind, int, bool, int]:
-        """Return a node's kind, its bytes, whether it is too expensive to repeat, and its workspace in bytes.
-
-        The results are cached, since every replay needs them.
-        """
+        """Return a node's kind, bytes, whether it is too expensive to repeat, and workspace; replays share them."""
         if node not in self._traits:
             kind = Kind.PIECE if self.joint.is_tangent(node) else kind_of(node)
             self._traits[node] = (kind, bytes_of(node), node.target in HEAVY, workspace_of(node, self.processor))

@@ -1,7 +1,7 @@
 """Predict which loops Inductor fuses: loops over the same elements that share tensors they read or write.
 
-Inductor's scheduler fuses the pair that shares the most bytes, then the next, as long as no path leads out of a kernel
-and back into it.
+Inductor's scheduler fuses the pair that shares the most bytes, then the next. No path may lead out of a kernel and back
+into it.
 """
 
 from __future__ import annotations
@@ -141,10 +141,7 @@ class Kernels:
         return any(self._before[p] & bits for p in _set_bits(before & ~bits & -(1 << min(members))))
 
     def _note(self, joined: _Group) -> None:
-        """Update the order for a fused kernel.
-
-        Nodes before one member are now before all members, and before all nodes that follow any member.
-        """
+        """Order a fused kernel: nodes before one member are before all members, and before nodes that follow any."""
         bits = _bits(joined.members)
         before = 0
         for member in joined.members:

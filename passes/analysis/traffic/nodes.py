@@ -56,8 +56,7 @@ class Read:
     """The part that is read; empty for the whole tensor."""
     bytes: int = 0
     is_moved: bool = False
-    """Whether the tensor is read in another order, or in part: then the reader cannot fuse with the loop that writes
-    it."""
+    """Whether the tensor is read in another order, or in part, so that its reader and its writer cannot fuse."""
 
 
 @dataclass
