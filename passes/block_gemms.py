@@ -31,7 +31,7 @@ from fxprec.passes.smooth_swiglu import SCALED_CHANNELS
 from fxprec.plan import Gemm
 from fxprec.plan.lines import named
 
-_MULTIPLYING = having(Trait.GEMM) & having(Trait.GEMM_BACKWARD)  # products with a vector among them
+_MULTIPLYING = having(Trait.GEMM) & having(Trait.GEMM_BACKWARD)  # products with a vector (mv, dot) are among them
 _SHOWING = frozenset({QUANTIZE, DEQUANTIZE, KEEP_NONFINITE, RESCALE}) | ops.CASTS
 
 TWO_VALUES = "it multiplies two values, and no parameter"

@@ -118,7 +118,7 @@ class _Walk:
             self._pass_on(q, x)
             return
         row = site
-        if site in self.casts.values():  # a further consumer's contribution to the same gradient
+        if site in self.casts.values():  # another consumer's contribution to the same gradient
             row = self._new_row()
             q.args = replace(cast, row=row).args
         producer, gemm = producer_of(x, self.work.operators, self.casts)

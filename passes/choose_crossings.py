@@ -1,6 +1,6 @@
 """Choose which forward values are saved for backward, and in which form; backward recomputes the others.
 
-The chooser (`passes.crossings`) minimises time. Under a peak budget, memory never exceeds the budget. Under torch's
+The chooser (`passes.crossings`) minimises time. Under a peak budget, predicted memory never exceeds it. Under torch's
 ``activation_memory_budget``, no more bytes are saved than it allows. Without either, each saved byte has a price.
 `crossings.rewrite` rewrites the graph as chosen, and the partition follows the graph.
 

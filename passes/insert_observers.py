@@ -49,7 +49,7 @@ def _pairs(grouped: Grouped, walk: GradientWalk) -> Iterator[tuple[Node, Node]]:
 def _observe(grouped: Grouped, value: Node, gradient: Node, recipe: Recipe) -> Node:
     """Insert an ``observe`` node, and return the gradient that its users read from now on."""
     if gradient.meta["val"].shape != value.meta["val"].shape:
-        return gradient  # a view of the gradient; its sum was lost between views
+        return gradient  # a view of the gradient: the walk found no sum in the value's own shape
     if not is_plain_float(gradient):
         return gradient
     graph = grouped.operators.joint.graph

@@ -55,7 +55,7 @@ def _decodes(q: Node) -> list[Node]:
 
 
 def _keep_sign_of_scale(work: Work, q: Node, cast: Quantize, asking: Set[object]) -> None:
-    """Clamp a scaled copy's input away from 0, to the smallest number of the copy's scale or its negative."""
+    """Clamp non-zero inputs of a scaled copy to at least the smallest number of its scale, above 0 or below."""
     graph, x, scales = work.joint.graph, cast.x, work.scales or ScaleGraph()
     row, smallest = scales.num_rows(len(work.book.sites)), parse(cast.format).smallest_subnormal
     work.scales = replace(scales, slots=(*scales.slots, Slot(row, None, None, minus_copy=cast.row)))

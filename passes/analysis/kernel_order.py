@@ -22,7 +22,7 @@ class Kernel:
 
 
 def saving_order(kernels: Sequence[Kernel]) -> list[int]:
-    """Return the positions of ``kernels`` in an order that keeps dependencies and few bytes live.
+    """Return the positions of ``kernels`` in an order that respects dependencies and keeps few bytes live.
 
     The order is built from the end. Candidates are the kernels whose readers are all placed. Among these, the next is
     the kernel before which the fewest bytes are live, if that is fewer than after it. Otherwise it is the last kernel

@@ -1,8 +1,8 @@
 """Store sums of 16-bit gradients that wait for a later kernel in 16 bits, not in float32 or as their addends.
 
 If a tensor is read twice, its gradient is the sum of two gradients that convolutions or GEMMs computed in 16 bits. The
-float32 sum waits in four bytes an element, or Inductor recomputes the sum in each reader. Then all addends wait,
-together with the copy that has the ReLU's mask. Under autocast, autograd's own sum has 16 bits.
+float32 sum waits in four bytes an element, or Inductor recomputes the sum in each reader. In that case all addends
+wait, together with the copy that has the ReLU's mask. Under autocast, autograd's own sum has 16 bits.
 """
 
 from __future__ import annotations

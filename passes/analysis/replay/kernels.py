@@ -74,7 +74,7 @@ def kind_of(node: Node) -> Kind:
 
 
 def _writes_on_constant(node: Node) -> bool:
-    """Say whether a node writes a number into one place of each row of a constant: Inductor fuses that."""
+    """Say whether a node writes a number into one place of each row of a constant: Inductor makes comparisons."""
     written = node.args[0] if node.target is aten.scatter.value else None
     return isinstance(written, Node) and written.target is aten.full.default
 

@@ -35,7 +35,7 @@ class OtherSizes:
         self._symbols = sorted(self.ranges, key=str)
 
     def note(self) -> str:
-        """Return a note of the sizes up to which the budget holds."""
+        """Return a note of the sizes for which the budget holds."""
         found = where_all_fit(self.moments, self.room, self.ranges)
         chosen = f"peak budget: chosen at the traced sizes, {traced(self.ranges)}"
         if found is None:
