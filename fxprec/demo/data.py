@@ -12,7 +12,7 @@ from torch import Tensor
 from fxprec.errors import FxprecError
 
 VOCAB = 97
-"""Characters told apart: the 95 printable ASCII ones (1 to 95), newline (96), anything else (0)."""
+"""Number of character codes: the 95 printable ASCII characters (1 to 95), newline (96), anything else (0)."""
 
 TEXT_CHARS = 1_000_000
 TEST_SHARE = 0.2
@@ -32,7 +32,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class Text:
-    """Character codes ``(count,)`` int64 below `VOCAB`; held out is the end of the text."""
+    """Character codes ``(count,)`` int64 below `VOCAB`; the end of the text is held out."""
 
     train: Tensor
     held_out: Tensor
@@ -41,7 +41,7 @@ class Text:
 def load_digits() -> Digits:
     """Return scikit-learn's 1,797 scanned digits, a fixed fifth of them for testing.
 
-    Raises `FxprecError` where scikit-learn is missing.
+    Raises `FxprecError` if scikit-learn is missing.
     """
     try:
         from sklearn import datasets  # type: ignore[import-untyped, unused-ignore]
@@ -60,9 +60,9 @@ def load_digits() -> Digits:
 
 
 def load_text(max_chars: int = TEXT_CHARS, folder: Path | None = None) -> Text:
-    """Return at most ``max_chars`` characters of the modules in ``folder``, in order of file name.
+    """Return at most ``max_chars`` characters of the modules in ``folder``, in the order of file names.
 
-    ``folder`` is the standard library's when left out. Raises `FxprecError` where it holds no source text.
+    ``folder`` is by default the standard library's. Raises `FxprecError` if it has too little source text.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     codes = encode_text(_read_sources(folder, max_chars))
@@ -76,7 +76,7 @@ def load_text(max_chars: int = TEXT_CHARS, folder: Path | None = None) -> Text:
 
 
 def encode_text(text: str) -> Tensor:
-    """Return one int64 code a character (see `VOCAB`)."""
+    """Return one int64 code per character (see `VOCAB`)."""
     raw = torch.frombuffer(bytearray(text.encode("ascii", "replace") or b"\0"), dtype=torch.uint8)
     codes = raw[: len(text)].to(torch.int64)
     printable = (codes >= 32) & (codes < 127)

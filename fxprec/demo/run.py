@@ -1,4 +1,4 @@
-"""``fxprec demo``: train every model in every recipe, show the table, leave plans and a log behind."""
+"""``fxprec demo``: train every model in every recipe, show the table, write plans and a log."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "fp8": {"recipe": "fp8"},
     "hfp8": {"recipe": "hfp8", "storage": "packed"},
 }
-"""Name shown, and the ``options=`` of ``torch.compile`` behind it."""
+"""Recipes by the name that is shown, each with its ``options=`` for ``torch.compile``."""
 
 QUICK_RECIPES = ("fp32", "fp8")
 QUICK_STEPS = 60
@@ -35,7 +35,7 @@ LOG_EVERY = 10  # steps
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """What to run. Empty ``recipes`` or ``only`` mean all (``quick``: `QUICK_RECIPES`)."""
+    """Options of a demo run. Empty ``recipes`` or ``only`` mean all (``quick``: `QUICK_RECIPES`)."""
 
     out: Path
     seed: int = 0
@@ -43,7 +43,7 @@ class DemoOptions:
     recipes: Sequence[str] = ()
     only: str = ""
     threads: int = 1
-    """Networks this small gain nothing from a second thread, and lose much on a machine that others use."""
+    """Threads. Networks this small gain nothing from a second thread, and lose much on a machine that others use."""
 
     def chosen_recipes(self) -> dict[str, dict[str, Any]]:
         """Return the recipes to run. Raises `ConfigError` for an unknown one."""
@@ -61,7 +61,7 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions, console: Console) -> list[Outcome]:
-    """Train, show, write. Returns the outcomes in the table's order; raises `FxprecError`, one line each."""
+    """Train, show and write. Return the outcomes in the table's order. Raises `FxprecError`, one line each."""
     recipes = options.chosen_recipes()
     if options.threads < 1:
         raise ConfigError(f"--threads is {options.threads}; give at least 1")
@@ -96,26 +96,26 @@ class Log:
 
 
 class Show:
-    """What the person in front sees while training, and what the log keeps of it."""
+    """The display while training, and what the log records of it."""
 
     def __init__(self, log: Log, progress: Progress) -> None:
         self._log, self._progress = log, progress
         self._told: set[str] = set()
 
     def start(self, task: Task, recipe: str, **settings: object) -> None:
-        """Show that a task begins under a recipe."""
+        """Show that training of a task with a recipe begins."""
         self._task, self._recipe = task, recipe
         self._bar = self._progress.add_task(f"{task.name:6} {recipe:5}", total=task.steps, note="compiling")
         self._log.write("start", task.name, recipe, **settings, torch=torch.__version__)
 
     def step(self, step: int, loss: float) -> None:
-        """Show a step's loss; the log gets each ``LOG_EVERY``-th."""
+        """Show a step's loss; log every ``LOG_EVERY``-th."""
         self._progress.update(self._bar, completed=step, note=f"loss {loss:.3f}")
         if step % LOG_EVERY == 0 or step in (1, self._task.steps):
             self._log.write("step", self._task.name, self._recipe, step=step, loss=loss)
 
     def finish(self, outcome: Outcome) -> None:
-        """One line a run; a warning already shown is not shown again, but the log has it for each run."""
+        """Print one line per run. A warning is shown once, but logged for each run."""
         self._progress.remove_task(self._bar)
         _log_outcome(outcome, self._log)
         for notice in outcome.notices:
@@ -135,7 +135,7 @@ def _log_outcome(outcome: Outcome, log: Log) -> None:
 
 
 def result_of(outcome: Outcome) -> dict[str, Any]:
-    """Return what one run gave, as plain data."""
+    """Return the result of one run as plain data."""
     names = ("metric", "score", "saved_bytes", "promotions", "compile_seconds", "train_seconds", "notices")
     ratios = {f"{which}_low_ratio": outcome.low_ratio(which) for which in ("requested", "achieved")}
     return {name: getattr(outcome, name) for name in names} | ratios
@@ -183,7 +183,7 @@ def _progress(console: Console) -> Iterator[Progress]:
 
 
 def _need_cxx_compiler() -> None:
-    """Inductor compiles CPU kernels with a C++ compiler: say so before anything is loaded or written."""
+    """Raise an error before anything is loaded or written if Inductor has no C++ compiler for CPU kernels."""
     if compat.cxx_compiler() is None:
         raise LoweringError(compat.NO_CXX_COMPILER)
 

@@ -1,4 +1,4 @@
-"""The demo's last word: one table a person can read, on a terminal or in a file."""
+"""The demo's results: one table for people, on a terminal or in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo trains: a model, its batches, and how well it does on data it has not seen."""
+"""The demo's tasks: a model, its batches, and its score on data that it was not trained on."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ Batches = Callable[[int], Iterator[tuple[Tensor, Tensor]]]
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to learn; both networks are trained by cross-entropy and AdamW, one cycle of learning rate."""
+    """One task. Both networks are trained by cross-entropy and AdamW, with one cycle of the learning rate."""
 
     name: str
     metric: str
-    """Name of what ``evaluate`` returns: ``"accuracy"`` (share, 0..1) or ``"loss"`` (nats a character)."""
+    """Name of the result of ``evaluate``: ``"accuracy"`` (share, 0..1) or ``"loss"`` (nats per character)."""
     make_model: Callable[[], nn.Module]
     batches: Batches
-    """Endless (inputs, targets) of one fixed shape, from a seed."""
+    """Maps a seed to endless (inputs, targets) of one fixed shape."""
     evaluate: Callable[[nn.Module], float]
     learning_rate: float
     steps: int
 
 
 def digits_task(*, steps: int = 220, batch: int = 64) -> Task:
-    """The small CNN on 8x8 digits; test accuracy on 359 images."""
+    """Return the task of the small CNN on 8x8 digits; the score is test accuracy on 359 images."""
     digits = data.load_digits()
 
     def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -49,7 +49,7 @@ def digits_task(*, steps: int = 220, batch: int = 64) -> Task:
 
 
 def text_task(*, steps: int = 250, batch: int = 32, context: int = 64) -> Task:
-    """The character transformer on Python source; loss on a held-out tenth, 256 windows of it."""
+    """Return the task of the character transformer on Python source; the score is the loss on a held-out tenth."""
     text = data.load_text()
 
     def windows(codes: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,7 @@ def text_task(*, steps: int = 250, batch: int = 32, context: int = 64) -> Task:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats; ``logits`` has one dimension more than ``targets``, the last."""
+    """Return the mean cross-entropy in nats; ``logits`` has one dimension more than ``targets``, the last."""
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 

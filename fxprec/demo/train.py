@@ -22,7 +22,7 @@ OnStep = Callable[[int, float], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one training run gave."""
+    """The result of one training run."""
 
     task: str
     metric: str
@@ -30,24 +30,24 @@ class Outcome:
     score: float
     """``Task.evaluate`` of the uncompiled float32 module."""
     saved_bytes: int
-    """Saved for backward in one step (see `saved_for_backward`)."""
+    """Bytes saved for backward in one step (see `saved_for_backward`)."""
     compile_seconds: float
-    """The first step, which compiles."""
+    """Seconds of the first step, which compiles."""
     train_seconds: float
-    """All steps after the first."""
+    """Seconds of all steps after the first."""
     steps: int
     plans: tuple[Plan, ...]
     events: tuple[Event, ...]
     notices: tuple[str, ...]
-    """Warnings raised on the way, each one line."""
+    """Warnings raised during the run, each one line."""
 
     @property
     def promotions(self) -> int:
-        """Tensors that left low precision while training."""
+        """Number of tensors that left low precision while training."""
         return sum(e.kind == "promotion" for e in self.events)
 
     def low_ratio(self, which: str) -> float | None:
-        """``"requested"`` or ``"achieved"`` share of elements held low, over all plans; None without a plan."""
+        """Return the ``"requested"`` or ``"achieved"`` share of low elements, over all plans; None without a plan."""
         plans = [p.to_dict() for p in self.plans]
         total = sum(p["total_elements"] for p in plans)
         if not total or any(p[f"{which}_low_ratio"] is None for p in plans):
@@ -64,7 +64,7 @@ class SavedBytes:
 
     @property
     def total(self) -> int:
-        """Return the bytes of all storages seen."""
+        """Return the bytes of all storages that were seen."""
         return sum(self._seen.values())
 
     def see(self, tensor: Tensor) -> Tensor:
@@ -77,9 +77,9 @@ class SavedBytes:
 
 @contextmanager
 def saved_for_backward(model: nn.Module) -> Iterator[SavedBytes]:
-    """Count what autograd saves inside the block: whole storages, each once, without the parameters' own.
+    """Count what autograd saves inside the block: whole storages, each once, without the parameters' storages.
 
-    Inputs, low-precision copies of parameters and fxprec's own tables count: they take memory too.
+    Inputs, low-precision copies of parameters and fxprec's own tables count, since they take memory too.
     """
     saved = SavedBytes(model)
     with torch.autograd.graph.saved_tensors_hooks(saved.see, lambda tensor: tensor):
@@ -87,7 +87,7 @@ def saved_for_backward(model: nn.Module) -> Iterator[SavedBytes]:
 
 
 def train(task: Task, recipe: str, options: Mapping[str, Any], *, seed: int, on_step: OnStep) -> Outcome:
-    """Train ``task`` from ``seed`` under ``options``, the fields of `Config`; ``recipe`` is what reports call it.
+    """Train ``task`` from ``seed`` under ``options``, the fields of `Config`; ``recipe`` is the name in reports.
 
     ``on_step(step, loss)`` is called after each step. Raises what `Config` and the backend raise.
     """

@@ -1,4 +1,4 @@
-"""Item 8: what a step allocates at its peak, beside the budget it was planned for."""
+"""Item 8: the bytes that a step allocates at its peak, beside the budget that it was planned for."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fxprec.gpu_check.ground import Ground, NotHere, require, within
 from fxprec.gpu_check.samples import transformer
 
 MOST = 1.05
-"""Largest peak, as a share of the budget. Plans leave out workspaces and sizes rounded up to 512 bytes."""
+"""Largest peak, as a share of the budget. Plans do not count workspaces and the rounding of sizes to 512 bytes."""
 LEAST = "40%"
-"""May be out of reach of a model whose largest layer holds that much; the least that is in reach is then said."""
+"""A model whose largest layer takes more cannot meet this budget; the case then reports the least that it can meet."""
 BUDGETS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("100%", {}),
     ("60%", {}),
@@ -28,7 +28,7 @@ _DRY: tuple[tuple[str, dict[str, Any]], ...] = (("100%", {}), ("80%", {}))
 
 
 def check(ground: Ground) -> None:
-    """Plan a transformer's step for each budget, and measure it. A budget out of reach raises `NotHere` in its case."""
+    """Plan and measure a transformer's step for each budget. A case whose budget is out of reach raises `NotHere`."""
     slowest = 0.0
     for budget, options in BUDGETS if ground.on_gpu else _DRY:
         name, start = f"peak_budget={budget!r}{' with offloading' if options else ''}", time.monotonic()
@@ -46,7 +46,7 @@ def check(ground: Ground) -> None:
 
 
 def _fits(ground: Ground, budget: str, options: dict[str, Any]) -> None:
-    """Fail where the plan, or the peak of the second step less what was there before it, is above the budget."""
+    """Fail if the plan, or the peak of the last step beyond what was allocated before it, is above the budget."""
     torch.compiler.reset()
     gc.collect()
     width, tokens, layers = (1024, 1024, 4) if ground.on_gpu else (32, 64, 2)
@@ -72,7 +72,7 @@ def _fits(ground: Ground, budget: str, options: dict[str, Any]) -> None:
 
 
 def _peak(ground: Ground, step: Callable[[], object]) -> int:
-    """Return the bytes a step allocated at its peak, beside parameters and inputs."""
+    """Return the bytes that a step allocated at its peak, without parameters and inputs."""
     if not ground.on_gpu:
         step()
         return 0

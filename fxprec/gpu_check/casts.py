@@ -21,7 +21,7 @@ from fxprec.runtime.gemm import kernels, totals
 from fxprec.runtime.gemm.transpose import quantize_transpose, transpose
 
 FORMATS = ("e4m3fn", "e5m2_sat", "1-4-3+4", "1-5-2", "1-3-0", "1-6-9", "fp16_sat")
-EVERY_LAYOUT = ("e4m3fn", "1-4-3+4")  # each layout compiles anew; the others take the first two
+EVERY_LAYOUT = ("e4m3fn", "1-4-3+4")  # each layout is compiled; the other formats take the first two layouts
 EXPONENT = 3
 
 
@@ -41,7 +41,7 @@ def check(ground: Ground) -> None:
 
 
 def compile_ahead(ground: Ground) -> None:
-    """Compile the kernels for each architecture; for the first one also with one row, which becomes a constant."""
+    """Compile the kernels for each architecture; for the first also with one row, which becomes a constant."""
     for arch in ahead.ARCHITECTURES:
         with ground.case(f"sm_{arch}"):
             first, *others = (case for case in kernels.cases(arch, quick=True) if not case.name.startswith("gemm"))
@@ -54,7 +54,7 @@ def compile_ahead(ground: Ground) -> None:
 
 
 def layouts(ground: Ground) -> Iterator[tuple[str, Tensor]]:
-    """Yield matrices on the CPU that differ in what Triton specialises on."""
+    """Yield matrices on the CPU that differ in the properties on which Triton specialises."""
     sizes = [(512, 1024), (517, 1031), (1, 256), (256, 1), (3, 16)] if ground.on_gpu else [(64, 32), (5, 131), (1, 33)]
     for m, n in sizes:
         yield f"{m} x {n}", hard_numbers(m, n)
@@ -67,7 +67,7 @@ def layouts(ground: Ground) -> Iterator[tuple[str, Tensor]]:
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
-    """Return ``x`` on a device with its strides and its offset in memory, which a copy alone would lose."""
+    """Return ``x`` on a device with its strides and its storage offset, which a copy alone would lose."""
     flat = torch.as_strided(x, (x.untyped_storage().nbytes() // x.itemsize,), (1,), 0).to(device)
     return flat.as_strided(x.shape, x.stride(), x.storage_offset())
 
@@ -144,7 +144,7 @@ def _gathered(ground: Ground) -> None:
 
 
 def _near(found: Tensor, wanted: Tensor) -> None:
-    """Counts and maxima must be equal; moments are float64 sums in another order."""
+    """Require equal counts and maxima; moments are float64 sums in another order and may differ by rounding."""
     found = found.cpu()
     same("counts and maxima", found[:, :5], wanted[:, :5])
     worst = float((found - wanted).abs().div(wanted.abs().clamp_min(1.0)).max())

@@ -1,4 +1,4 @@
-"""One item in its own process: run it, and write what it found after every case."""
+"""Runs one item in its own process, and writes the findings after every case."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def _run(module: str, mode: Mode, findings: Findings, seconds: float, save: Call
     torch.manual_seed(0)
     ground = Ground(torch.device("cuda" if mode == "gpu" else "cpu"), mode, findings, seconds=seconds, save=save)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an item asserts what it wants to hear
+        warnings.simplefilter("ignore")  # an item checks the warnings that it needs
         found = importlib.import_module(module)
         (found.compile_ahead if mode == "compiled" else found.check)(ground)
     findings.case = ""
 
 
 def _processor_seconds() -> float:
-    """Return the seconds of processor time of this process and of those it has waited for."""
+    """Return the processor time, in seconds, of this process and of the processes that it has waited for."""
     own, others = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return own.ru_utime + own.ru_stime + others.ru_utime + others.ru_stime

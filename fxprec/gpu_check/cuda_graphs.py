@@ -1,4 +1,4 @@
-"""Item 7: CUDA graphs, as mode="reduce-overhead" makes them: nothing left out, nothing copied, the same losses."""
+"""Item 7: CUDA graphs, as mode="reduce-overhead" makes them: nothing skipped, nothing copied, the same losses."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ STEPS = 6
 
 @dataclass
 class Run:
-    """Losses of a few steps, static inputs of the compiled halves, and what was left out of CUDA graphs."""
+    """Losses of a few steps, static inputs of the compiled halves, and the number of skipped CUDA graphs."""
 
     losses: Tensor
     parameters: int
-    """Parameters and buffers of the model."""
+    """Number of the model's parameters and buffers."""
     static: list[int] = field(default_factory=list)
-    """How many inputs of each half are static, forward's first."""
+    """Number of static inputs of each half, forward's first."""
     skips: int = 0
     recorded: int = 0
     held_bytes: int = 0
-    """Allocated after the last step."""
+    """Bytes allocated after the last step."""
 
 
 def check(ground: Ground) -> None:
@@ -57,7 +57,7 @@ def check(ground: Ground) -> None:
 
 
 class Compiler:
-    """Stands before Inductor's compiler of one half, and notes the static inputs."""
+    """Wraps Inductor's compiler of one half, and records the number of static inputs."""
 
     def __init__(self, compile_half: Callable[..., object]) -> None:
         self.compile_half, self.static = compile_half, list[int]()
@@ -65,7 +65,7 @@ class Compiler:
     def __call__(
         self, gm: torch.fx.GraphModule, examples: object, *, static_input_idxs: Sequence[int], **options: object
     ) -> object:
-        """Compile one half, and note how many of its inputs have a fixed address."""
+        """Compile one half, and record how many of its inputs have a fixed address."""
         self.static.append(len(static_input_idxs))
         return self.compile_half(gm, examples, static_input_idxs=static_input_idxs, **options)
 

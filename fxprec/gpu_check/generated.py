@@ -1,4 +1,4 @@
-"""Kernels generated for a graph, and those of block formats: part of item 4."""
+"""Part of item 4: kernels generated for a graph, and kernels of block formats."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def regions() -> Iterator[tuple[str, Callable[..., Any], tuple[Tensor, ...]]]:
 
 
 def check_region(ground: Ground, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
-    """Lower a graph to generated kernels; run it beside the reference on the device, and that beside the CPU's."""
+    """Lower a graph to generated kernels; compare them with the reference on the device, and that with the CPU's."""
     here = [x.to(ground.device) for x in inputs]
     with torch.no_grad():
         plain = make_fx(function, decomposition_table=compat.decompositions(), tracing_mode="fake")(*here)
@@ -72,7 +72,7 @@ def check_region(ground: Ground, function: Callable[..., Any], inputs: tuple[Ten
 
 
 def check_blocks(ground: Ground, name: str) -> None:
-    """Cast to a block format and back, rounding to nearest and at random: the bytes and numbers of the CPU's text."""
+    """Cast to a block format and back, to nearest and stochastically; compare bytes and numbers with the CPU's."""
     seed, table = torch.tensor([12345], dtype=torch.int32), table_of(FORMATS, torch.device("cpu"))
     for count, dtype in ((1100, torch.float32), (2048, torch.bfloat16), (1, torch.float32)):
         x = (torch.randn(count) * 2.0 ** torch.randint(-20, 20, (count,))).to(dtype)
@@ -87,9 +87,9 @@ def check_blocks(ground: Ground, name: str) -> None:
 
 
 def _block_graph(name: str, like: Tensor, device: torch.device, *, stochastic: bool) -> GraphModule:
-    """Return a cast to blocks of an input, and back; the other inputs are the seed and the scale table.
+    """Return a graph that casts an input to blocks and back; its other inputs are the seed and the scale table.
 
-    What kernels write is allocated on ``device``.
+    Kernels allocate their outputs on ``device``.
     """
     x = torch.empty_like(like, device=device)
     fmt, graph = blocks.find_blocks(name), Graph()

@@ -1,7 +1,7 @@
 """The process that items are forked from: ``python -m fxprec.gpu_check.host [MODULE ...]``.
 
-It imports the modules named, once, and then forks a process for each line on its standard input, a JSON object of
-`child.run`'s arguments. It answers with the process's id and, when that has ended, its exit code. For a GPU it imports
+It imports the named modules once. For each line on its standard input, a JSON object of `child.run`'s arguments, it
+forks a process. It answers with the process's id and, when the process has ended, its exit code. For a GPU it imports
 nothing: a process that has used CUDA cannot be forked.
 """
 
@@ -18,11 +18,11 @@ from typing import Any
 
 
 def main(modules: list[str]) -> None:
-    """Import the modules, then fork a process for each line of standard input, until it ends."""
+    """Import the modules, then fork a process for each line of standard input, until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what is printed while importing is no answer
+    os.dup2(2, 1)  # what imports print must not be read as an answer
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, at import
+        warnings.simplefilter("ignore")  # torch's own warnings at import
         for name in modules:
             importlib.import_module(name)
     for line in sys.stdin:
@@ -35,7 +35,7 @@ def main(modules: list[str]) -> None:
 
 
 def _child(arguments: dict[str, Any]) -> None:
-    """Run one item in a session of its own, so that all it starts can be ended with it; never return."""
+    """Run one item in its own session, so that everything it starts can be ended with it; never return."""
     os.setsid()
     code = 1
     try:

@@ -1,4 +1,4 @@
-"""The list of what is checked, in order. Nothing here imports torch."""
+"""The list of checks, in order. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Literal
 from fxprec.errors import ConfigError, did_you_mean
 
 Mode = Literal["gpu", "interpreted", "compiled"]
-"""On the GPU; without one on the CPU, Triton's kernels in its interpreter; or their compilation ahead of time."""
+"""On the GPU; without a GPU, Triton's kernels in its interpreter on the CPU, or their compilation ahead of time."""
 
 _ROOM = "fxprec.gpu_check"
 
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that is checked in a process of its own."""
+    """One check, run in a process of its own."""
 
     name: str
     title: str
     module: str
-    """Has ``check(ground)``, and ``compile_ahead(ground)`` where ``compiles``."""
+    """The module with ``check(ground)``, and with ``compile_ahead(ground)`` if ``compiles``."""
     compiles: bool = False
     """Whether a dry run compiles the item's kernels ahead of time."""
 
     def modes(self, *, dry: bool) -> tuple[Mode, ...]:
-        """Return how the item runs: each mode is a process."""
+        """Return the modes in which the item runs; each mode is a process."""
         if not dry:
             return ("gpu",)
         return ("interpreted", "compiled") if self.compiles else ("interpreted",)
@@ -48,7 +48,7 @@ ITEMS = (
 
 
 def chosen(names: Sequence[str], items: Sequence[Item] = ITEMS) -> tuple[Item, ...]:
-    """Return the items of these names in the list's order, all without names. Raises `ConfigError` for an unknown."""
+    """Return the named items in the list's order; without names, all. Raises `ConfigError` for an unknown name."""
     known = [item.name for item in items]
     for name in names:
         if name not in known:

@@ -35,7 +35,7 @@ SPECS = (
 
 def check(ground: Ground) -> None:
     """Run each kind of kernel on the device, and its reference on the CPU."""
-    with np.errstate(all="ignore"):  # the interpreter is NumPy, which warns of inf and NaN
+    with np.errstate(all="ignore"):  # the interpreter uses NumPy, which warns of inf and NaN
         for name, function, inputs in generated.regions():
             with ground.case(f"generated kernel, {name}"):
                 generated.check_region(ground, function, inputs)
@@ -96,7 +96,7 @@ def _optimizer(ground: Ground, rule: Rule) -> None:
 
 def _state(ground: Ground, name: str, n: int) -> Tensor:
     x = hard_numbers(n, seed=int(torch.randint(1 << 20, ())))
-    if not ground.on_gpu:  # the interpreter makes zeros of bfloat16's subnormal numbers
+    if not ground.on_gpu:  # the interpreter flushes bfloat16's subnormal numbers to zero
         x = torch.where(x.abs() < 2.0**-50, torch.zeros_like(x), x)
     return x.abs() if "sq" in name else x
 
@@ -149,7 +149,7 @@ def _verified(ground: Ground) -> None:
 
 
 def _public_optimizer(ground: Ground) -> None:
-    """Three steps of one optimizer on the GPU and on the CPU: the same weights and state."""
+    """Compare three steps of one optimizer on the GPU and on the CPU: weights and state must be equal."""
     models = [torch.nn.Linear(300, 200).bfloat16()]
     models.append(copy.deepcopy(models[0]).to(ground.device))
     optimizers = [fxprec.optim.AdamW(m.parameters(), lr=1e-2, betas=(0.9, 0.99), update="kahan") for m in models]
@@ -167,7 +167,7 @@ def _public_optimizer(ground: Ground) -> None:
 
 
 def _rounding(ground: Ground) -> None:
-    """Above 2^20 elements it is a kernel of Inductor's; on the CPU, in parts below that, operator by operator."""
+    """Compare Inductor's kernel, used above 2^20 elements, with the CPU, op by op on parts below that size."""
     x = hard_numbers(1 << 11, 1 << 10)
     for name in ("e4m3fn", "1-5-2"):
         codes = fxprec.encode(x.to(ground.device), name)

@@ -1,4 +1,4 @@
-"""Item 1: which machine this is, whether fxprec has code for it, and whether it adds up."""
+"""Item 1: which machine this is, whether fxprec has code for it, and whether its sums are right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DRY = "or run fxprec gpu-check --dry, which checks on a CPU what it can"
 
 
 def check(ground: Ground) -> None:
-    """Note what the machine is. Refuse one that fxprec makes no code for."""
+    """Record the machine. Refuse a machine for which fxprec generates no code."""
     ground.fact("versions", versions())
     if ground.on_gpu:
         why = refused()
@@ -34,7 +34,7 @@ def check(ground: Ground) -> None:
 
 
 def refused() -> str | None:
-    """Return why nothing can be checked here, in one line, or None."""
+    """Return in one line why nothing can be checked here, or None."""
     if torch.version.hip is not None:
         return f"this torch is AMD's (ROCm {torch.version.hip}): fxprec's code is for NVIDIA's GPUs; {_DRY[3:]}"
     if torch.version.cuda is None:
@@ -49,7 +49,7 @@ def refused() -> str | None:
 
 
 def versions() -> dict[str, Any]:
-    """Return versions of what numbers depend on."""
+    """Return the versions on which numbers depend."""
     found: dict[str, Any] = {"python": sys.version.split()[0], "system": f"{platform.system()} {platform.machine()}"}
     for name in ("fxprec", "torch", "triton", "numpy", "torchao"):
         try:
@@ -61,7 +61,7 @@ def versions() -> dict[str, Any]:
 
 
 def gpu(device: torch.device) -> dict[str, Any]:
-    """Return what torch and the driver say of the GPU."""
+    """Return what torch and the driver report about the GPU."""
     facts = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     listed = _nvidia_smi("-L") or ""
@@ -79,7 +79,7 @@ def gpu(device: torch.device) -> dict[str, Any]:
 
 
 def _nvidia_smi(*options: str) -> str | None:
-    """Return the first line that ``nvidia-smi`` prints, or None where it does not run."""
+    """Return the first line that ``nvidia-smi`` prints (``-L``: all lines), or None if it does not run."""
     try:
         run = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""Item 3: products of codes, the generated kernel in every tile and torch's own, within bounds of float64."""
+"""Item 3: products of codes, by the generated kernel in every tile and by torch, within bounds of float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NATIVE = (("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn"), ("e4m3fn", "e5m2"))
 
 
 def check(ground: Ground) -> None:
-    """Multiply in sizes of which no tile is a divisor, by every tile and by the one that tuning takes."""
+    """Multiply in sizes that no tile divides, with every tile and with the tile that tuning selects."""
     m, k, n = (517, 1030, 389) if ground.on_gpu else (37, 70, 45)
     tiles = [t for t in TILES if t.least_arch <= ground.architecture] if ground.on_gpu else [SMALL]
     for first, second in PAIRS:
@@ -53,7 +53,7 @@ def compile_ahead(ground: Ground) -> None:
 def _generated(
     ground: Ground, first: str, second: str, sizes: tuple[int, int, int], tiles: Sequence[Tile], *, is_first: bool
 ) -> None:
-    """Try every tile; of the first pair also the tile that tuning takes, and the other layout of the right operand."""
+    """Try every tile, for the first pair also the tuned tile, and one tile with the right operand column-major."""
     m, k, n = sizes
     a, b = (parse(name) for name in (first, second))
     qa, qb = reference_encode(torch.randn(m, k), a), reference_encode(torch.randn(k, n), b)
@@ -85,7 +85,7 @@ def _encoded(ground: Ground, first: str, second: str, sizes: tuple[int, int, int
 
 
 def _native(ground: Ground, first: str, second: str) -> None:
-    """With and without bias, to float32 and bfloat16, with fast and with exact accumulation."""
+    """Multiply with and without bias, to float32 and bfloat16, with fast and with exact accumulation."""
     m, k, n = (512, 1024, 384) if ground.on_gpu else (48, 64, 32)
     left, right = (parse(name).torch_dtype for name in (first, second))
     assert left is not None
@@ -99,12 +99,12 @@ def _native(ground: Ground, first: str, second: str) -> None:
             given = bias.to(ground.device) if with_bias else None
             found = scaled_mm(*operands, scale_a=scale, scale_b=one, bias=given, out_dtype=dtype, use_fast_accum=fast)
             wanted = wide + bias.double() if with_bias else wide
-            steps = k // FP8_DEPTH if fast else 4  # exact sums go to float32 after 128 products
+            steps = k // FP8_DEPTH if fast else 4  # exact sums are moved to float32 after 128 products
             bound = (steps + FP8_DEPTH) * FP8_SUM * size + _rounding(wanted, dtype)
             what = f"{dtype}{', bias' if with_bias else ''}{', fast' if fast else ''}: error over its bound"
             within(what, float(((found.cpu().double() - wanted).abs() / bound).nan_to_num(torch.inf).max()), 1.0)
 
 
 def _rounding(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return half a unit in the last place, and an equal part for a sum beside a rounding border."""
+    """Return half a unit in the last place, and as much again for a sum beside a rounding border."""
     return x.abs() * torch.finfo(dtype).eps

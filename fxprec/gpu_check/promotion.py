@@ -1,4 +1,4 @@
-"""Item 6: an outlier promotes a tensor while training runs; two equal runs give equal losses and scales."""
+"""Item 6: an outlier promotes a tensor during training; two equal runs give equal losses and scales."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import fxprec
 from fxprec.gpu_check.ground import Ground, require, same
 
-STEPS, OUTLIER = 20, 3  # steps; the one whose batch has the outlier
+STEPS, OUTLIER = 20, 3  # number of steps; the step whose batch has the outlier
 
 
 def check(ground: Ground) -> None:

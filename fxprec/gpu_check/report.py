@@ -1,4 +1,4 @@
-"""What a run of ``fxprec gpu-check`` says: a verdict an item, JSON, and a text to paste into an issue."""
+"""The report of ``fxprec gpu-check``: a verdict per item, JSON, and a text to paste into an issue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORDS = {"passed": "pass", "failed": "FAIL", "skipped": "skipped"}
 
 @dataclass(frozen=True)
 class Report:
-    """The report on all items that ran; ``seconds`` are those from the start to the verdict."""
+    """The report on all items that ran. ``seconds`` is the time from the start to the verdict."""
 
     items: tuple[Item, ...]
     findings: tuple[Findings, ...]
@@ -27,11 +27,11 @@ class Report:
 
     @property
     def has_passed(self) -> bool:
-        """Say whether something ran and nothing failed."""
+        """Return whether something ran and nothing failed."""
         return bool(self.findings) and all(f.status != "failed" for f in self.findings)
 
     def of(self, item: Item) -> tuple[Findings, ...]:
-        """Return what an item's modes found."""
+        """Return an item's findings, one per mode."""
         return tuple(f for f in self.findings if f.item == item.name)
 
     def verdict(self, item: Item) -> str:
@@ -40,7 +40,7 @@ class Report:
         return _WORDS[next((s for s in ("failed", "passed") if s in statuses), "skipped")]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything found, for the JSON file."""
+        """Return all findings, for the JSON file."""
         return {
             "schema": 1,
             "passed": self.has_passed,
@@ -56,7 +56,7 @@ class Report:
         return next((f.facts for f in self.findings if f.item == "machine"), {})
 
     def summary(self, item: Item) -> str:
-        """Return what an item checked and what it found wrong, in one line."""
+        """Return in one line what an item checked, and what failed."""
         found = self.of(item)
         failed = [f"{f['case']}: {f['why']}" for one in found for f in one.failed]
         if failed:
@@ -81,7 +81,7 @@ class Report:
         return table
 
     def text(self) -> str:
-        """Return at most `MAX_LINES` lines: the machine, a line an item, figures, then why what failed did."""
+        """Return at most `MAX_LINES` lines: the machine, a line per item, causes of failures, figures, the verdict."""
         lines = [*self._head(), *(self.line(item) for item in self.items)]
         details = [*self._failures(), *self._figures()]
         room = MAX_LINES - len(lines) - 1
@@ -91,7 +91,7 @@ class Report:
 
     @property
     def last_line(self) -> str:
-        """Return the verdict with the seconds to it, in one line."""
+        """Return in one line the verdict and the seconds until it."""
         failed = [item.name for item in self.items if self.verdict(item) == "FAIL"]
         verdict = "all passed" if self.has_passed else f"FAILED: {', '.join(failed) or 'nothing ran'}"
         return f"{verdict}{' (dry run)' if self.dry else ''}; {self.seconds:.0f} s to the verdict"
@@ -111,7 +111,7 @@ class Report:
         return f"{self.verdict(item):7} {item.name:11} {seconds:5.1f} s  {self.summary(item)}"
 
     def _failures(self) -> list[str]:
-        """Return why cases failed, those that the line of their item leaves out, and the ends of tracebacks."""
+        """Return the failures that an item's line leaves out, and the ends of tracebacks."""
         lines = []
         for item in self.items:
             failed = [f for one in self.of(item) for f in one.failed]
@@ -138,6 +138,6 @@ def _counted(found: Findings) -> str:
 
 
 def progress(items: Sequence[Item], item: Item, findings: Findings, seconds: float) -> str:
-    """Return the line that stands while an item runs."""
+    """Return the line that is shown while an item runs."""
     at = f"{items.index(item) + 1}/{len(items)} {item.title}"
     return f"[{seconds:3.0f} s] {at}: {findings.case or 'starting'} ({findings.mode})"

@@ -1,4 +1,4 @@
-"""Run the items one after another, each in a process with a limit, and go on after a failure."""
+"""Run the items one after another, each in a process with a time limit, and continue after a failure."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ IMPORTED: dict[Mode, tuple[str, ...]] = {
     "interpreted": (*_COMMON, "fxprec.passes.lowering.lower", "fxprec.runtime.gemm.ops"),
     "compiled": ("fxprec.runtime.gemm.kernels",),
 }
-"""What a mode's items all import: once, in the process they are forked from."""
+"""Modules that all items of a mode import: once, in the process from which the items are forked."""
 
 
 class Host:
-    """The process that the items of one mode are forked from."""
+    """The process from which the items of one mode are forked."""
 
     def __init__(self, mode: Mode) -> None:
         self.mode = mode
@@ -46,26 +46,26 @@ class Host:
 
     @property
     def is_alive(self) -> bool:
-        """Say whether the process runs."""
+        """Return whether the process runs."""
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End the process, by force where an item keeps it."""
+        """End the process, by force if an item keeps it alive."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
         try:
             self._process.wait(5)
-        except subprocess.TimeoutExpired:  # an item that no signal ends keeps it
+        except subprocess.TimeoutExpired:  # an item that no signal ends keeps it alive
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
         self._errors.close()
 
     def run(self, item: Item, limit: float, folder: Path, watch: Callable[[Findings], None]) -> Findings:
-        """Return what the item's process found; a failure where it did not come to its end within ``limit`` seconds.
+        """Return the findings of the item's process, with a failure if it did not end within ``limit`` seconds.
 
-        ``watch`` is called a few times a second with what was found so far.
+        ``watch`` is called a few times a second with the findings so far.
         """
         start, path, log = time.monotonic(), folder / f"{item.name}-{self.mode}.json", folder / "output.txt"
 
@@ -101,7 +101,7 @@ class Host:
         return self._answer(lambda: self.is_alive)
 
     def _answer(self, goes_on: Callable[[], bool]) -> int | None:
-        """Return the next number the host writes; None where it ends, or as soon as ``goes_on`` says no."""
+        """Return the next number that the host writes; None if it ends, or once ``goes_on`` returns False."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -113,7 +113,7 @@ class Host:
                     return None
 
     def _lost(self, findings: Findings, log: Path, start: float, what: str, *, tells_why: bool = False) -> Findings:
-        """Add the failure of a process that did not come to its end; the last line it printed may tell why."""
+        """Add the failure of a process that did not finish; the last line that it printed may give the reason."""
         self._errors.seek(0)
         said = (log.read_bytes() or self._errors.read()).decode(errors="replace").strip()
         findings.output = said[-3000:]
@@ -125,7 +125,7 @@ class Host:
 
 
 def _end(pid: int) -> None:
-    """End a process and all that it started, which is a session of its own."""
+    """End a process and everything that it started, which is its own session."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:  # it has just ended, or has no session yet
@@ -157,9 +157,9 @@ def run_items(
     watch: Callable[[Item, Findings], None] = lambda item, findings: None,
     done: Callable[[Item, Findings], None] = lambda item, findings: None,
 ) -> list[Findings]:
-    """Return the findings of every item and mode. ``watch`` sees an item under way, ``done`` what it came to.
+    """Return the findings of every item and mode. ``watch`` gets an item's findings so far, ``done`` the final ones.
 
-    A machine that fxprec has no code for ends the run after the first item.
+    If fxprec has no code for the machine, the run ends after the first item.
     """
     found: list[Findings] = []
     modes: tuple[Mode, ...] = ("interpreted", "compiled") if dry else ("gpu",)

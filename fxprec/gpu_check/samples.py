@@ -1,4 +1,4 @@
-"""What several items work on: hard numbers, rows of the scale table, a small transformer."""
+"""Inputs that several items use: hard numbers, rows of the scale table, a small transformer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxprec.numerics.rows import format_row
 
 
 def hard_numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Return float32 of every pattern of bits among ordinary ones of many sizes, with infinities, NaN and zeros."""
+    """Return float32 with random bit patterns among ordinary numbers of many sizes, with infinities, NaN and zeros."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randint(-(2**31), 2**31, shape, generator=g).to(torch.int32).view(torch.float32)
     usual = torch.randn(shape, generator=g) * 2.0 ** torch.randint(-12, 12, shape, generator=g)
@@ -24,13 +24,13 @@ def hard_numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def table_of(formats: Sequence[str], device: torch.device, *, exponent: int = 0, measure: bool = False) -> Tensor:
-    """Return a scale table, int32, with a row for each format, all of one scale exponent."""
+    """Return a scale table, int32, with one row per format, all with the same scale exponent."""
     rows = [[exponent, *format_row(parse(name))[1:], 0, int(measure)] for name in formats]
     return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
 class Block(nn.Module):
-    """(batch, tokens, width) to the same: norm, attention, norm, GELU, residual adds; four linear layers."""
+    """Maps (batch, tokens, width) to the same: norm, attention, norm, GELU, residual adds; four linear layers."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -51,13 +51,13 @@ class Block(nn.Module):
 
 
 def transformer(device: torch.device, *, width: int, heads: int, layers: int = 2, seed: int = 0) -> nn.Module:
-    """Return blocks with the same weights on every device."""
+    """Return transformer blocks with the same weights on every device."""
     torch.manual_seed(seed)
     return nn.Sequential(*(Block(width, heads) for _ in range(layers))).to(device)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Take the gradients off a model."""
+    """Return a model's gradients and clear them."""
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return found

@@ -1,4 +1,4 @@
-"""Item 11: a GPU that is not the current one, and gradients exchanged in 8 bits between two."""
+"""Item 11: a GPU that is not the current one, and gradients exchanged in 8 bits between two GPUs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fxprec.numerics.reference import reference_encode
 
 RANKS = 2
 ROUNDINGS = 2 * 2.0**-3
-"""Two roundings to e5m2, each of at most 2^-3 of a number."""
+"""Relative error of two roundings to e5m2, each of at most 2^-3 of a number."""
 
 
 def check(ground: Ground) -> None:
-    """Run on the second GPU while the first is current; train on both under DDP, gradients in APS's codes."""
+    """Run on the second GPU while the first is current; train on both under DDP, with gradients in APS's codes."""
     if ground.on_gpu and torch.cuda.device_count() < RANKS:
         ground.leave_out("a second GPU, DDP", "one GPU")
         return
@@ -68,7 +68,7 @@ def _trained(device: torch.device) -> Tensor:
 
 
 def _exchange(ground: Ground) -> None:
-    """Fail where ranks differ by a bit, or are farther from the mean in float32 than two roundings."""
+    """Fail if ranks differ by a bit, or if their mean differs from float32's by more than two roundings."""
     with tempfile.TemporaryDirectory(prefix="fxprec-gpu-check-") as folder:
         context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
             _rank, (folder, ground.device.type), RANKS, join=False, start_method="spawn" if ground.on_gpu else "fork"
@@ -85,7 +85,7 @@ def _exchange(ground: Ground) -> None:
 
 
 def _rank(rank: int, folder: str, device_type: str) -> None:
-    """Step a model under DDP with APS; write this rank's own gradient, the mean that arrived, and the weights."""
+    """Train a model under DDP with APS; write this rank's own gradient, the mean that arrived, and the weights."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")

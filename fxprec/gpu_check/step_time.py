@@ -1,4 +1,4 @@
-"""Item 10: seconds of a training step beside autocast and torchao. Nothing here is judged but that it runs."""
+"""Item 10: seconds of a training step beside autocast and torchao. The item only requires that the steps run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fxprec.gpu_check.samples import transformer
 
 SIDES = ("autocast", "fxprec fp8", "fxprec fp8, autocast", "torchao tensorwise")
 REPEATS = 10
-SMALL = 20 << 30  # bytes of a GPU that times a layer of half the width
+SMALL = 20 << 30  # GPUs with fewer bytes time a layer of half the width
 
 
 def check(ground: Ground) -> None:
-    """Time each side by itself, in the order of `SIDES`, while the limit allows."""
+    """Time each side by itself, in the order of `SIDES`, until the time limit."""
     for autocast in (False, True):
         with ground.case(f"operator of attention {'under autocast' if autocast else 'in float32'}"):
             ground.fact(f"attention {'under autocast' if autocast else 'in float32'}", _operators(ground, autocast))
@@ -58,7 +58,7 @@ def _batch(ground: Ground) -> tuple[nn.Module, Tensor]:
 
 
 def _operators(ground: Ground, autocast: bool) -> list[str]:
-    """Return the operators that a forward pass of the uncompiled model runs; tracing takes the same."""
+    """Return the attention operators that a forward pass of the uncompiled model runs; tracing selects the same."""
     model, x = _batch(ground)
     with torch.autocast(ground.device.type, torch.bfloat16, enabled=autocast):
         found = sorted(name for name in operators_of(lambda: model(x)) if "attention" in name)
@@ -67,7 +67,7 @@ def _operators(ground: Ground, autocast: bool) -> list[str]:
 
 
 def _measured(ground: Ground, side: str) -> tuple[float, list[str]]:
-    """Return the median seconds of forward, backward and AdamW, and the operators of attention in the plan."""
+    """Return the median seconds of forward, backward and AdamW, and the plan's attention operators."""
     torch.compiler.reset()
     model, x = _batch(ground)
     backend: fxprec.Backend | None = None

@@ -15,9 +15,9 @@ from fxprec.gpu_check.ground import Ground, distance, require, same, within
 from fxprec.gpu_check.samples import gradients, transformer
 
 TO_FLOAT32 = 0.2
-"""Distance from float32's gradients that 8-bit storage and 8-bit products may make."""
+"""Relative distance from float32's gradients that 8-bit storage and 8-bit products may cause."""
 BETWEEN_LOWERINGS = 1e-2
-"""The same between lowerings, whose sums and functions differ in their last bits: some values round to a neighbour."""
+"""The same between lowerings, whose sums and functions differ in the last bits, so that some values round otherwise."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Step:
 
 
 def step(ground: Ground, lowering: str | None, **options: object) -> Step:
-    """Run one step of the same model on the same batch; ``lowering`` None: as it is, in float32."""
+    """Run one step of the same model on the same batch; ``lowering`` None runs it uncompiled, in float32."""
     torch.compiler.reset()
     width, tokens = (256, 128) if ground.on_gpu else (32, 16)
     model = transformer(ground.device, width=width, heads=4)
@@ -46,7 +46,7 @@ def step(ground: Ground, lowering: str | None, **options: object) -> Step:
 
 
 def check(ground: Ground) -> None:
-    """Compare gradients and statistics of each lowering with the reference lowering, and that with float32."""
+    """Compare gradients and statistics of each lowering with the reference lowering, and the reference with float32."""
     exact = step(ground, None)
     reference: Step | None = None
     with ground.case("reference lowering beside float32"):
@@ -102,7 +102,7 @@ def _compare(found: Step, wanted: Step, bound: float) -> float:
 
 
 def _rows(found: Step, wanted: Step) -> str:
-    """Check statistics row by row: those of parameters, which nothing comes before, to the last bit."""
+    """Compare statistics row by row; parameters' must be equal to the last bit, since nothing precedes them."""
     require(len(found.rows) == len(wanted.rows), f"{len(found.rows)} rows of statistics, not {len(wanted.rows)}")
     differing = 0
     for mine, theirs in zip(found.rows, wanted.rows, strict=True):

@@ -1,4 +1,4 @@
-"""Item 9: the first step of two processes, one after the other, of which the second finds the first's code."""
+"""Item 9: the first step of two processes, one after the other; the second finds the first one's code in a cache."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fxprec.errors import GpuCheckError
 from fxprec.gpu_check.ground import Ground, within
 
 PATIENCE = 20.0
-"""Seconds after which, and again after as many, a process writes where it is."""
+"""Seconds after which, and again after as many, a process writes its stack."""
 
 
 def check(ground: Ground) -> None:
-    """Time both processes; the second must not be the slower one."""
+    """Time both processes; the second must not be slower."""
     if not ground.needs_gpu("a second process that finds the first's code"):
         return
     found: dict[str, float] = {}
@@ -35,7 +35,7 @@ def check(ground: Ground) -> None:
 
 
 def _process(folder: str, limit: float) -> tuple[float, list[str]]:
-    """Return the seconds of a process's first step, and its last stack where it took longer than `PATIENCE`."""
+    """Return the seconds of a process's first step, and its last stack if the step took longer than `PATIENCE`."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_CACHE_DIR"}
     environment |= {"TORCHINDUCTOR_CACHE_DIR": folder}
     command = [sys.executable, "-m", "fxprec.gpu_check.warm_start"]
@@ -50,14 +50,14 @@ def _process(folder: str, limit: float) -> tuple[float, list[str]]:
 
 
 def _last_stack(said: str) -> list[str]:
-    """Return the lines of the last stack that `faulthandler` wrote of the thread it names last, the main one."""
+    """Return the frames of the last stack that `faulthandler` wrote for the main thread, which it writes last."""
     lines = [line.strip() for line in said.splitlines()]
     starts = [i for i, line in enumerate(lines) if line.startswith(("Thread ", "Current thread "))]
     return [line for line in lines[starts[-1] + 1 :] if line.startswith("File ")][:20] if starts else []
 
 
 def main() -> None:
-    """Compile a transformer and take a step; print how long that took, with imports left out."""
+    """Compile a transformer and run a step; print how long the step took, without imports."""
     import torch
 
     import fxprec

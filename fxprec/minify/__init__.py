@@ -1,4 +1,4 @@
-"""Making a failure small: which tensor, held low, causes an error, and the smallest graph that shows it."""
+"""Reduces a failure: which low tensor causes an error, and the smallest graph that shows it."""
 
 from __future__ import annotations
 

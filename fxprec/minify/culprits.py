@@ -1,4 +1,4 @@
-"""Which tensor, held low, causes an error? Bisection over the plan's sites, most harmful half first."""
+"""Find which low tensor causes an error, by bisection over the plan's sites, most harmful half first."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fxprec.plan.lines import aligned
 from fxprec.runtime.controller import Controller
 from fxprec.testing.case import STEPS, Case, Compiled
 
-WORTH_NAMING = 0.01  # of the squared error of the whole plan; below it the search ends
+WORTH_NAMING = 0.01  # of the whole plan's squared error; the search ends below it
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """One site, and the relative error it alone adds while all others are high."""
+    """One site, and the relative error that it alone adds while all other sites are high."""
 
     site: Site
     error: float
@@ -30,7 +30,7 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Search:
-    """What a search found: the tensor whose error was looked at, that error, and the sites to blame."""
+    """The result of a search: the tensor whose error was examined, the error, and the sites that cause it."""
 
     tensor: str
     error: float
@@ -38,14 +38,14 @@ class Search:
     """The error with every site high."""
     culprits: list[Culprit]
     plan: Plan
-    """The plan searched, of the first graph."""
+    """The first graph's plan."""
     sites: int
-    """Sites that were low, in all graphs."""
+    """Number of low sites in all graphs."""
     runs: int
-    """Steps it took."""
+    """Number of steps that were run."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data: the error, and the sites to blame, most harmful first."""
+        """Return plain data: the error, and the sites that cause it, most harmful first."""
         culprits = [
             {name: getattr(c.site, name) for name in ("tensor", "kind", "module", "source", "format")}
             | {"adds": c.error}
@@ -55,7 +55,7 @@ class Search:
         return error | {"low_sites": self.sites, "runs": self.runs, "culprits": culprits}
 
     def text(self) -> str:
-        """Return the short list as a table, most harmful first."""
+        """Return the sites as a table, most harmful first."""
         head = f"{self.tensor}: error {self.error:.3g} as planned, {self.high:.3g} with every tensor high"
         lines = [("tensor", "kind", "module", "source", "format", "adds")]
         for c in self.culprits:
@@ -66,11 +66,11 @@ class Search:
 
 
 def find_culprits(case: Case, config: Config, *, tensor: str | None = None, top: int = 10) -> Search:
-    """Name up to ``top`` low sites by the error each adds to ``tensor`` (None: the one that is furthest off).
+    """Return up to ``top`` low sites by the error that each adds to ``tensor`` (None: the tensor furthest off).
 
-    Runs in storage ``simulate``, where a site's format is a row of the scale table: one compilation, then a step for
-    each subset tried. Errors of independent roundings add up as squares, so a subset is worth looking into as far as
-    its square goes; subsets are halved, the most harmful first. Raises `ConfigError`.
+    Runs in storage ``simulate``, where a site's format is a row of the scale table: one compilation, then one step for
+    each subset. Errors of independent roundings add up as squares, so the square of a subset's error bounds what its
+    parts add. Subsets are halved, the most harmful first. Raises `ConfigError`.
     """
     compiled = Compiled(case, replace(config, storage="simulate", lowering="eager", promote_above=None))
     exact = Exact.of(case)

@@ -1,4 +1,4 @@
-"""What counts as a failure: an error against float64, or an exception."""
+"""Decides what counts as a failure: an error against float64, or an exception."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxprec.errors import ConfigError
 from fxprec.testing.case import STEPS, Case, Compiled, Tensors, first_line
 from fxprec.testing.measure import Measured, measure
 
-# A tensor that float32 itself gets this wrong is rounding noise, such as the gradient of a bias before a batch norm.
+# A tensor with a larger error in float32 is rounding noise, such as the gradient of a bias before a batch norm.
 TOLD_BY_FLOAT32 = 1e-3
 
 
@@ -35,7 +35,7 @@ def furthest(case: Case, config: Config) -> Measured:
 
 @dataclass(frozen=True)
 class Exact:
-    """What a case should give, and what float32 makes of it."""
+    """The float64 tensors of a case, and the float32 ones."""
 
     tensors: Tensors
     in_float32: Tensors
@@ -46,12 +46,12 @@ class Exact:
         return cls(case.reference(), case.yardstick("fp32"))
 
     def errors(self, found: Tensors) -> dict[str, Measured]:
-        """Measure every tensor that float32 can tell."""
+        """Measure every tensor whose error in float32 is small enough."""
         rows = measure(found, self.tensors, self.in_float32)
         return {m.name: m for m in rows if m.reference_error <= TOLD_BY_FLOAT32}
 
     def furthest(self, found: Tensors) -> Measured:
-        """Return the tensor furthest from float64. Raises `ConfigError` where float32 is far in every tensor."""
+        """Return the tensor furthest from float64. Raises `ConfigError` if float32 is far from it in every tensor."""
         rows = self.errors(found).values()
         if not rows:
             raise ConfigError(
@@ -61,31 +61,31 @@ class Exact:
 
 
 class Failure(Protocol):
-    """What a reduction keeps."""
+    """The failure that a reduction preserves."""
 
     def fails(self, case: Case) -> bool:
-        """Say whether ``case`` still shows it."""
+        """Return whether ``case`` still shows the failure."""
 
     def describe(self, case: Case) -> str:
-        """Say in words what ``case`` shows, failing or not."""
+        """Return a phrase for what ``case`` shows, whether it fails or not."""
 
 
 @dataclass(frozen=True)
 class ErrorAbove:
-    """Fails where any tensor of a step is further than ``limit`` from float64."""
+    """Fails if any tensor of a step is further than ``limit`` from float64."""
 
     config: Config
     limit: float
 
     def fails(self, case: Case) -> bool:
-        """Say whether an error is above the limit. A piece that does not run has another failure."""
+        """Return whether an error is above the limit. A piece that does not run counts as another failure."""
         try:
             return furthest(case, self.config).error > self.limit
-        except Exception:  # a piece of a graph may not run at all; that is another failure
+        except Exception:  # a piece of a graph may not run; that is another failure
             return False
 
     def describe(self, case: Case) -> str:
-        """Say in one line which tensor is furthest, and how far."""
+        """Return in one line which tensor is furthest from float64, and how far."""
         worst = furthest(case, self.config)
         where = "above" if worst.error > self.limit else "not above"
         return f"relative error of {worst.name} is {worst.error:.3g}, {where} {self.limit:g}"
@@ -93,13 +93,13 @@ class ErrorAbove:
 
 @dataclass
 class Crashes:
-    """Fails where compiling or running raises the same exception as the first case did."""
+    """Fails if compiling or running raises an exception of the class that the first case raised."""
 
     config: Config
     _kind: str = field(default="", init=False)
 
     def fails(self, case: Case) -> bool:
-        """Say whether the case raises an exception of the same class as the first one."""
+        """Return whether the case raises an exception of the same class as the first one."""
         error = crash_of(case, self.config)
         if error is None:
             return False
@@ -108,13 +108,13 @@ class Crashes:
         return kind == self._kind
 
     def describe(self, case: Case) -> str:
-        """Say in one line what is raised."""
+        """Return in one line what is raised."""
         error = crash_of(case, self.config)
         return "raises nothing" if error is None else f"raises {first_line(innermost(error))}"
 
 
 def crash_of(case: Case, config: Config) -> Exception | None:
-    """Compile and run ``case``; return what it raises, if it runs without fxprec."""
+    """Compile and run ``case``; return the exception, or None. A case that fails without fxprec returns None."""
     try:
         outputs = case.fresh()(*case.inputs)
     except Exception:

@@ -1,4 +1,4 @@
-"""A graph on its own: Dynamo's graph with a recipe for each of its inputs, and the module it makes."""
+"""A graph on its own: Dynamo's graph with a recipe for each of its inputs, and the module made from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS = {"param": "param", "buffer": "buffer"}
 
 @dataclass(frozen=True)
 class Input:
-    """How to make one input of a graph: from its shape and a seed, never from stored values."""
+    """A recipe for one input of a graph: made from its shape and a seed, never from stored values."""
 
     kind: str
     """"param", "buffer" or "input"."""
@@ -29,12 +29,12 @@ class Input:
     std: float = 1.0
     low: int = 0
     high: int = 1
-    """Bounds, both included, of integers."""
+    """Bounds of integers, both included."""
     requires_grad: bool = False
 
     @classmethod
     def like(cls, value: Tensor, kind: str) -> Input:
-        """Describe ``value`` by its moments, or bounds."""
+        """Describe ``value`` by its moments, or integers by their bounds."""
         shape = tuple(value.shape)
         if value.is_floating_point():
             wide = value.detach().double()
@@ -47,7 +47,7 @@ class Input:
         return cls(kind, shape, value.dtype, low=int(value.min()), high=int(value.max()))
 
     def made(self, seed: int) -> Tensor:
-        """Return the tensor; the script of a failure makes it by the same two lines."""
+        """Return the tensor; a failure's script makes it by the same two lines."""
         generator = torch.Generator().manual_seed(seed)
         if self.dtype.is_floating_point:
             return (
@@ -58,12 +58,12 @@ class Input:
 
 @dataclass(frozen=True)
 class Piece:
-    """A graph whose placeholders are made as ``inputs`` says, by name."""
+    """A graph whose placeholders are made by the recipes in ``inputs``, by name."""
 
     graph: Graph
     inputs: Mapping[str, Input]
     values: Mapping[str, Input]
-    """What nodes of the whole graph computed, described: what a node is replaced by where it is cut out."""
+    """Recipes for the values of the whole graph's nodes; an input made by one replaces a node that is cut out."""
 
     @property
     def operators(self) -> list[Node]:
@@ -71,12 +71,12 @@ class Piece:
         return [n for n in self.graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
 
     def case(self, seed: int = 0) -> Case:
-        """Return the module with the inputs it is called with."""
+        """Return the module with its inputs."""
         module, called_with = self.module(seed)
         return Case(module, called_with, seed=seed)
 
     def module(self, seed: int) -> tuple[GraphModule, tuple[Tensor, ...]]:
-        """Build the module: parameters and buffers are its own, the other placeholders its arguments."""
+        """Build the module: parameters and buffers belong to it, other placeholders are its arguments."""
         root, called_with = nn.Module(), []
         graph = Graph()
         kept: dict[Node, Node] = {}
@@ -104,7 +104,7 @@ def _put(root: nn.Module, name: str, spec: Input, value: Tensor) -> None:
 
 
 def capture(case: Case) -> Piece:
-    """Return the one graph Dynamo makes of a case. Raises `ConfigError` where there are several, or none."""
+    """Return the single graph that Dynamo captures of a case. Raises `ConfigError` if there are several, or none."""
     taken: list[tuple[Captured, tuple[Any, ...]]] = []
 
     def backend(gm: GraphModule, examples: list[Any]) -> Any:
@@ -144,7 +144,7 @@ def _piece(captured: Captured, args: tuple[Any, ...]) -> Piece:
 
 
 class _Recorder(Interpreter):
-    """Describes what every node computes."""
+    """Makes a recipe for every node's value."""
 
     def __init__(self, gm: GraphModule) -> None:
         super().__init__(gm)

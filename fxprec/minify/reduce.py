@@ -1,4 +1,4 @@
-"""Reducing a graph while it still fails: cut its end, then its beginning, then ever smaller parts of what is left."""
+"""Reduces a graph while it still fails: cuts its end, then its beginning, then ever smaller parts of the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Fails = Callable[[Piece], bool]
 
 
 def reduced(piece: Piece, fails: Fails) -> Piece:
-    """Return a part of ``piece`` that still fails, from which no single operator can be taken. ``piece`` must fail."""
+    """Return a part of ``piece`` that still fails, and would not without any one operator. ``piece`` must fail."""
     before = None
     while before is None or len(piece.operators) < before:
         before = len(piece.operators)
@@ -24,7 +24,7 @@ def reduced(piece: Piece, fails: Fails) -> Piece:
 
 
 def _shortest_prefix(piece: Piece, fails: Fails) -> Piece:
-    """Bisect for the first operator whose result, as the only output, shows the failure."""
+    """Bisect for the first operator that shows the failure if its result is the only output."""
     ends = [n.name for n in piece.operators if n.name in piece.values]
     good, bad = -1, len(ends)  # bad: the whole piece
     best = piece
@@ -39,11 +39,11 @@ def _shortest_prefix(piece: Piece, fails: Fails) -> Piece:
 
 
 def _without_parts(piece: Piece, fails: Fails) -> Piece:
-    """Make runs of operators inputs, half of all at first, then ever fewer (delta debugging)."""
+    """Replace runs of operators by inputs, first half of all operators, then ever fewer (delta debugging)."""
     size = max(len(piece.operators) // 2, 1)
     while True:
         start = 0
-        while start < len(piece.operators) - 1:  # the last makes the output
+        while start < len(piece.operators) - 1:  # the last operator makes the output
             names = [n.name for n in piece.operators[start : start + size]]
             candidate = without(piece, set(names[: len(piece.operators) - 1 - start]))
             if candidate is not None and fails(candidate):
@@ -56,14 +56,14 @@ def _without_parts(piece: Piece, fails: Fails) -> Piece:
 
 
 def ending_at(piece: Piece, name: str) -> Piece:
-    """Return the part of a piece that computes one node, which becomes its only output."""
+    """Return the part of a piece that computes one node, which becomes the only output."""
     graph, kept = _copied(piece.graph)
     graph.output((next(new for old, new in kept.items() if old.name == name),))
     return _tidy(piece, graph)
 
 
 def without(piece: Piece, names: set[str]) -> Piece | None:
-    """Return the piece with these operators made inputs, or None where one of them gives no tensor that is used."""
+    """Return the piece with these operators replaced by inputs; None if one of them gives no tensor and is used."""
     graph, kept = _copied(piece.graph)
     inputs = dict(piece.inputs)
     for old, new in kept.items():
@@ -88,7 +88,7 @@ def _mapped(graph: Graph, kept: dict[Node, Node]) -> Any:
 
 
 def _copied(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
-    """Copy all but the output, names included."""
+    """Copy everything but the output, names included."""
     copy, kept = Graph(), dict[Node, Node]()
     for node in _computing(graph):
         kept[node] = copy.node_copy(node, lambda n: kept[n])
@@ -100,7 +100,7 @@ def _computing(graph: Graph) -> Iterator[Node]:
 
 
 def _tidy(piece: Piece, graph: Graph) -> Piece:
-    """Take away what nothing uses, inputs too."""
+    """Remove what nothing uses, inputs too."""
     graph.eliminate_dead_code()
     for node in graph.find_nodes(op="placeholder"):
         if not node.users:

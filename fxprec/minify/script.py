@@ -1,4 +1,4 @@
-"""The script of a reduced failure: plain torch and fxprec, every text quoted, inputs made from shapes and a seed."""
+"""The script of a reduced failure: plain torch and fxprec, quoted texts, inputs made from shapes and a seed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def script(
     limit: float | None,
     steps: int,
 ) -> str:
-    """Return the text. ``limit`` of the relative error; None for a crash. Raises `ConfigError`."""
+    """Return the script. ``limit`` bounds the relative error; None for a crash. Raises `ConfigError`."""
     module, _ = piece.module(seed)
     own, called_with = [], []
     for i, node in enumerate(piece.graph.find_nodes(op="placeholder")):
@@ -115,7 +115,7 @@ def _made(spec: Input, seed: int) -> str:
 
 
 def _imports(names: Mapping[str, Any], source: str) -> str:
-    """Return the lines that give a graph's code the names it uses."""
+    """Return the lines that define the names in a graph's code."""
     lines = []
     for name, value in sorted(names.items()):
         if name == "torch" or getattr(builtins, name, None) is value or not re.search(rf"\b{name}\b", source):

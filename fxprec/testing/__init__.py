@@ -1,4 +1,4 @@
-"""The numerics kit: keeps a model's numerics from regressing in its tests (docs/testing.md).
+"""The numerics kit: tests that keep a model's numerics from regressing (docs/testing.md).
 
 In pytest the fixture ``numerics`` does everything; `verify`, `verify_training` and `assert_identical` do the same
 without pytest. Importing this package does not import torch.

@@ -20,17 +20,17 @@ from fxprec.errors import ConfigError, FxprecError, ReferenceRunError
 
 Loss = Callable[[Any], Tensor]
 Tensors = Mapping[str, Tensor]
-"""Tensors of one step, by name: ``output``, ``loss``, each ``PARAMETER.grad``, and ``input[i].grad`` of inputs that
-require one; float64, on the CPU."""
+"""Tensors of one step, float64 on the CPU, by name: ``output``, ``loss``, each ``PARAMETER.grad``, and
+``input[i].grad`` of inputs that require a gradient."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# The statistics of the first step choose the scales, and those of the second arrive in the third.
+# The first step's statistics choose the scales; the second step's arrive in the third.
 STEPS = 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model as its factory made it. Runs work on copies, so that each begins at the same weights."""
+    """A model as its factory made it. Runs use copies, so that each run begins with the same weights."""
 
     model: nn.Module
     inputs: tuple[Any, ...]
@@ -60,7 +60,7 @@ class Case:
         return cls(made, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), loss, seed)
 
     def reference(self) -> Tensors:
-        """Run in float64, uncompiled. Raises `ReferenceRunError` where the model cannot."""
+        """Run in float64, uncompiled. Raises `ReferenceRunError` if the model cannot."""
         before = torch.get_rng_state()
         found = self._converted(torch.float64, "make its constants follow the inputs' dtype (x.new_tensor, .to(x))")
         if not torch.equal(before, torch.get_rng_state()):
@@ -91,7 +91,7 @@ class Case:
         except FxprecError:
             raise
         except Exception as error:
-            self.run_as_it_is()  # what runs in no precision says so itself
+            self.run_as_it_is()  # a model that runs in no precision raises its own error
             raise ReferenceRunError(f"{self.name} cannot run in {name}: {first_line(error)}; {way_out}") from None
         got = next((o.dtype for o in tree_leaves(outputs) if _is_float(o) and o.dtype != dtype), None)
         if got is not None and dtype == torch.float64:
@@ -109,7 +109,7 @@ class Case:
 
 
 class Compiled:
-    """A case compiled by fxprec. ``torch.compile`` starts afresh, so that earlier models leave no trace."""
+    """A case compiled by fxprec. ``torch.compile`` is reset first, so that earlier models have no influence."""
 
     def __init__(self, case: Case, config: Config) -> None:
         self.case, self.model = case, case.fresh()
@@ -135,9 +135,9 @@ class Compiled:
 
     @contextmanager
     def jittered(self, scale: float, seed: int) -> Iterator[None]:
-        """Multiply parameters and inputs by ``1 + scale * normal`` meanwhile, except values exact in bfloat16.
+        """Multiply parameters and inputs by ``1 + scale * normal`` inside the block, except values exact in bfloat16.
 
-        Those may lie on a tie between two numbers of a format, which no other machine would break either.
+        Exact values may lie on a tie between two numbers of a format; another machine would not break the tie either.
         """
         generator = torch.Generator().manual_seed(seed)
         targets = [p for p in (*self.model.parameters(), *tree_leaves(self.inputs)) if _is_float(p)]
@@ -155,9 +155,9 @@ class Compiled:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Ignore torch's warnings of its own deprecated uses, and no others; write no trace of every graph.
+    """Ignore torch's warnings about its own deprecated uses, and no others; do not trace every graph.
 
-    pytest records what every logger says, and torch would serialise its graphs for that.
+    pytest records what every logger writes, and torch would serialise its graphs for the log.
     """
     with untraced(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
@@ -165,7 +165,7 @@ def quiet() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of ``Type: message``."""
+    """Return ``Type: message``, with the first line of the message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -210,10 +210,10 @@ def _at_least_float32(t: Tensor) -> Tensor:
 
 
 def squared_distance(outputs: Sequence[Any]) -> Tensor:
-    """Return half the mean squared distance of every floating-point output to fixed normal targets; a scalar, itself.
+    """Return half the mean squared distance of every floating-point output to fixed normal targets; a scalar as it is.
 
-    So every element has a gradient of its own, and the loss is no small difference of large numbers. Raises
-    `ConfigError` where no output is floating-point.
+    So every element has its own gradient, and the loss is not a small difference of large numbers. Raises `ConfigError`
+    if no output is floating-point.
     """
     outputs = [o for o in outputs if _is_float(o)]
     if not outputs:

@@ -26,15 +26,15 @@ TIMES = 3.0  # PyTorch's own same() allows 2 to 3
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """The bounds of every tensor. Both rules hold tensor by tensor, against the float64 run."""
+    """The bounds of every tensor. Each rule compares a tensor with the float64 run."""
 
     k: float | None = None
-    """Error at most ``k`` times the reference precision's (PyTorch's ``same()``). None: 3, times 2 for each mantissa
+    """Error at most ``k`` times the reference precision's (PyTorch's ``same()``). None: 3, doubled for each mantissa
     bit that the plan's coarsest format has less than bfloat16."""
     floor: float | None = None
-    """Relative error that counts as the reference's where its own is smaller, by luck. None: one rounding."""
+    """Relative error that replaces the reference's if the reference's happens to be smaller. None: one rounding."""
     sqnr: float | None = 20.0
-    """Least signal-to-noise ratio in dB, for tensors that the reference precision itself keeps above it; or None."""
+    """Least signal-to-noise ratio in dB, for tensors whose ratio in the reference precision is above it; or None."""
     reference: str = "bf16"
     """Precision to compare with, uncompiled: "bf16", "fp16" or "fp32"."""
 
@@ -66,7 +66,7 @@ class Outcome:
     golden: goldens.Golden
     findings: list[Finding] = field(default_factory=list)
     wrote: Path | None = None
-    """The golden file, where this check wrote it."""
+    """The golden file, if this check wrote it."""
 
     def message(self) -> str:
         """Return the findings as a table, worst first."""
@@ -89,14 +89,15 @@ def verify(
     golden: Path | None = None,
     update: bool = False,
 ) -> Outcome:
-    """Measure one training step of ``factory()`` and compare; see `Thresholds` for the rules.
+    """Measure one training step of ``factory()`` and compare it; see `Thresholds` for the rules.
 
-    ``options`` are `fxprec.Config`'s, with ``lowering="eager"`` unless told otherwise. ``loss`` maps the outputs, in
-    float32 or wider, to a scalar; left out, half the mean squared distance of the outputs to fixed targets. With
-    ``golden``, plan and statistics are compared with that file, which is written where it is missing or ``update`` is
-    set, if the rules hold.
+    ``options`` are `fxprec.Config`'s, with ``lowering="eager"`` by default. ``loss`` maps the outputs, in float32 or
+    wider, to a scalar; by default it is half the mean squared distance of the outputs to fixed targets. With
+    ``golden``, plan and statistics are compared with that file. If the file is missing or ``update`` is set, it is
+    written, provided that the rules hold.
 
-    Raises `ConfigError`, `ReferenceRunError` and `GoldenError` for what cannot be compared; never for numbers.
+    Raises `ConfigError`, `ReferenceRunError` and `GoldenError` for what cannot be compared; wrong numbers raise
+    nothing.
     """
     thresholds = thresholds or Thresholds()
     config = Config.from_options({"lowering": "eager", **(options or {})})
@@ -143,7 +144,7 @@ def _broken(row: Row, k: float, thresholds: Thresholds) -> Iterable[Finding]:
 
 
 def _place(name: str, case: Case, backend: Backend) -> Place:
-    """Find a tensor's module and source line; for a gradient, the line that uses its parameter."""
+    """Return a tensor's module and source line; for a gradient, the line that uses its parameter."""
     param = name.removesuffix(".grad")
     if param != name:
         sites = (s for plan in backend.plans for s in plan.sites if s.tensor == param)

@@ -23,16 +23,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor of a step, and the error it may have."""
+    """One tensor of a step, and its allowed error."""
 
     measured: Measured
     place: Place
     allowed: float
     share: float
-    """Error over what is allowed."""
+    """Error divided by the allowed error."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data; numbers that are not finite as text."""
+        """Return plain JSON data, with numbers that are not finite as strings."""
         m = self.measured
         numbers = {"error": m.error, "reference_error": m.reference_error, "sqnr": m.sqnr, "gain": m.gain}
         numbers |= {"allowed": self.allowed, "share": self.share}
@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong. ``tensor`` in brackets is none: ``(plan)``, ``(options)``."""
+    """One difference. ``tensor`` in brackets is not a tensor: ``(plan)``, ``(options)``."""
 
     tensor: str
     place: Place

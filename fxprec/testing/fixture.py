@@ -1,4 +1,4 @@
-"""The object behind the fixture ``numerics``."""
+"""The object that the fixture ``numerics`` returns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def load(node: pytest.Item, *, update: bool, records: list[dict[str, Any]], claims: dict[Path, str]) -> Numerics:
-    """Import torch, whose import warns of its own deprecated uses, and return the fixture of one test."""
+    """Import torch, hiding the warnings about its own deprecated uses, and return the fixture of one test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         import fxprec.testing.check  # noqa: F401
@@ -29,7 +29,7 @@ def load(node: pytest.Item, *, update: bool, records: list[dict[str, Any]], clai
 
 
 class Numerics:
-    """Checks of one test. Golden files lie in a folder named after the test module, as with pytest-regressions."""
+    """Checks of one test. Golden files are in a folder named after the test module, as with pytest-regressions."""
 
     def __init__(
         self, node: pytest.Item, *, update: bool, records: list[dict[str, Any]], claims: dict[Path, str]
@@ -52,9 +52,9 @@ class Numerics:
         name: str | None = None,
         golden: bool = True,
     ) -> Outcome:
-        """Check one training step of ``factory()`` on ``inputs``; see `verify` and `Thresholds` for all but these.
+        """Check one training step of ``factory()`` on ``inputs``; see `verify` and `Thresholds` for other parameters.
 
-        ``name`` of the golden file, by default the test's; ``golden=False`` keeps to the rules alone. The first run
+        ``name`` is the golden file's, by default the test's; ``golden=False`` checks the rules only. The first run
         writes the file and fails.
         """
         from fxprec.testing.check import Thresholds, verify
@@ -111,7 +111,7 @@ class Numerics:
         return curve
 
     def check_identical(self, before: object, after: object) -> None:
-        """Check that two tensors, modules, plans or nests of them are the same bit for bit; see `assert_identical`."""
+        """Check that two tensors, modules, plans or nests of these are equal bit for bit; see `assert_identical`."""
         from fxprec.testing.identical import assert_identical
 
         with self._one_line("identical", None):
@@ -119,7 +119,7 @@ class Numerics:
 
     @contextmanager
     def _one_line(self, kind: str, name: str | None) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """Record one check; turn its failure into the test's, without a traceback."""
+        """Record one check; let the test fail with its message, without a traceback."""
         __tracebackhide__ = True
         record: dict[str, Any] = {"kind": kind, "status": "passed"}
         self._records.append(record)

@@ -1,4 +1,4 @@
-"""Golden files: the plan, exactly, and statistics with the tolerances they were written with."""
+"""Golden files: the plan, exactly, and statistics with the tolerances at which they were written."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fxprec.testing.finding import Finding, Place
 from fxprec.testing.measure import SKETCH, Measured
 
 SCHEMA = 1
-# Other processors and thread counts add up in another order: about 2^-23, of which this is 32 times as much, so that
-# values which may round the other way there do so here too. The spread seen over JITTERS runs is doubled.
+# Other processors and thread counts sum in another order, which changes a value by about 2^-23. This is 32 times as
+# much, so that values that may round the other way there do so here too. The spread over JITTERS runs is doubled.
 JITTER = 2.0**-18
 JITTERS = 6
-# One of 1,000 numbers that rounds the other way in 8 bits moves a sketch by up to 0.12 / sqrt(1000) of its scale, and
-# jitter need not have met one.
+# If one of 1,000 numbers rounds the other way in 8 bits, a sketch moves by up to 0.12 / sqrt(1000) of its scale, and
+# the jittered runs may not contain such a number.
 SKETCH_FLOOR = 5e-3
 MAX_BYTES = 64 * 2**20
 _REWRITE = "rewrite it with --numerics-update"
@@ -35,7 +35,7 @@ _REWRITE = "rewrite it with --numerics-update"
 
 @dataclass(frozen=True)
 class Number:
-    """A statistic; another machine may be ``tolerance`` away."""
+    """A statistic; on another machine it may differ by ``tolerance``."""
 
     value: float
     tolerance: float
@@ -52,7 +52,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Golden:
-    """What one check measured."""
+    """The measurements of one check."""
 
     options: Mapping[str, Any]
     plans: tuple[Plan, ...]
@@ -61,7 +61,7 @@ class Golden:
 
 
 def take(config: Config, backend: Backend, tensors: Iterable[Measured]) -> Golden:
-    """Return the golden of a check, with the least tolerances."""
+    """Return the golden of a check, with the smallest tolerances."""
     options = {k: v for k, v in config.to_dict().items() if k not in ("dump", "plan", "lowering")}
     plans = backend.plans
     entries = [*map(_tensor_entry, tensors), *_cast_entries(backend)]
@@ -94,9 +94,9 @@ def _cast_entries(backend: Backend) -> Iterator[Entry]:
 
 
 def with_tolerances(golden: Golden, compiled: Compiled, measured: Callable[[int], list[Measured]]) -> Golden:
-    """Widen each tolerance by twice the largest movement of such numbers when weights and inputs are jittered.
+    """Widen each tolerance by twice the largest change of such numbers when weights and inputs are jittered.
 
-    A value that rounds the other way moves every tensor after it, so tensors share the largest spread seen.
+    A value that rounds the other way changes every tensor after it, so tensors share the largest spread.
     """
     compiled.backend.stop_promoting()
     spread: dict[str, float] = {}
@@ -119,13 +119,13 @@ def with_tolerances(golden: Golden, compiled: Compiled, measured: Callable[[int]
 
 
 def _pool(entry: Entry, number: str) -> str:
-    """Name what shares its spread: numbers of casts and of scalars have their own units, those of tensors do not."""
+    """Return a key for numbers that share a spread: numbers of casts and scalars have their own units."""
     is_tensor = "sketch0" in entry.numbers
     return number.rstrip("0123456789") if is_tensor else f"{entry.name} {number}"
 
 
 def differences(stored: Golden, now: Golden, places: Mapping[str, Place]) -> list[Finding]:
-    """Return the changes since the file was written: options, plan, statistics beyond their tolerance."""
+    """Return the changes since the file was written: options, plan, and statistics beyond their tolerance."""
     found = [*_options(stored, now), *_plans(stored, now), *_statistics(stored, now, places)]
     if found and stored.torch != now.torch:
         text = f"the golden file was written with torch {stored.torch}, this is {now.torch}"
@@ -150,7 +150,7 @@ def _plans(stored: Golden, now: Golden) -> Iterator[Finding]:
 
 
 def _without_lines(plan: Plan) -> Plan:
-    """Return the plan without source lines, which move when a file is edited above the model."""
+    """Return the plan without source lines, which change when the file is edited above the model."""
     return replace(plan, sites=tuple(replace(site, source="") for site in plan.sites))
 
 
@@ -169,7 +169,7 @@ def _statistics(stored: Golden, now: Golden, places: Mapping[str, Place]) -> Ite
 
 
 def _off(before: Entry, after: Entry) -> Iterator[tuple[float, str]]:
-    """Yield how many tolerances each number is off, and words."""
+    """Yield, for each number outside its tolerance, by how many tolerances it is off, and a phrase."""
     for name in {**before.numbers, **after.numbers}:
         old, new = before.numbers.get(name), after.numbers.get(name)
         if old is None or new is None:
@@ -184,12 +184,12 @@ def _off(before: Entry, after: Entry) -> Iterator[tuple[float, str]]:
 
 
 def save(golden: Golden, path: Path) -> None:
-    """Write the file, a row a line. Raises `GoldenError`."""
+    """Write the file, one row per line. Raises `GoldenError`."""
     write_text(path, dumps(golden))
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a golden file: whole or not at all. Raises `GoldenError`."""
+    """Write a golden file, all or nothing. Raises `GoldenError`."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -218,11 +218,11 @@ def _numbers(entry: Entry) -> dict[str, list[float | str]]:
 
 
 def load(path: Path) -> Golden:
-    """Read a golden file as plain data. Raises `GoldenError`: of another version, or not what `save` writes."""
+    """Read a golden file as plain data. Raises `GoldenError` for another version, or for data not written by `save`."""
     with reading(path):
         data = read_json(path, SCHEMA)
         options = _typed(data, "options", dict)
-        options.pop("compute", None)  # of earlier versions; a plan says whether it was another than today's
+        options.pop("compute", None)  # an option of earlier versions; the plan shows whether it differed
         plans = tuple(Plan.from_dict(plan) for plan in _typed(data, "plans", list))
         entries = tuple(_entry(row, i) for i, row in enumerate(_typed(data, "statistics", list)))
         return Golden(options, plans, entries, _typed(data, "torch", str))
@@ -230,7 +230,7 @@ def load(path: Path) -> Golden:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raises `GoldenError`, with the name of the file, in the place of any error while the file is read."""
+    """Replace any error while a file is read. Raises `GoldenError` with the file's name instead."""
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:

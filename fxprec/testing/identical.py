@@ -19,8 +19,9 @@ _INTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 def assert_identical(before: object, after: object) -> None:
     """Raise `NumericsError` unless both are the same bit for bit: dtypes, shapes, signs of zeros, NaN codes.
 
-    Takes tensors, modules (parameters, buffers and gradients), plans, plain values and nests of them, or functions of
-    no arguments that return such. A failure names each tensor that differs, how many elements, and the first of them.
+    Takes tensors, modules (parameters, buffers and gradients), plans, plain values and nests of these, or functions
+    without arguments that return such values. The error names each tensor that differs, with the number of elements
+    that differ and the first of them.
     """
     ours, theirs = _leaves(before), _leaves(after)
     lines = [("tensor", "what")]
@@ -67,7 +68,7 @@ def _difference(a: object, b: object) -> str | None:
 
 
 def _bits(t: Tensor) -> Tensor:
-    """Return the elements' bits as integers, those of a complex number as two."""
+    """Return the elements' bits as integers, a complex number's as two."""
     t = t.detach().cpu().contiguous()
     t = torch.view_as_real(t) if t.is_complex() else t
     return t.view(_INTS[t.itemsize]) if t.ndim else t.reshape(1).view(_INTS[t.itemsize])

@@ -1,4 +1,4 @@
-"""The report of a test session: ``numerics.json`` for machines, ``index.html`` for people."""
+"""The report of a test session: ``numerics.json`` for programs, ``index.html`` for people."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDTH, _HEIGHT = 600, 160  # of a curve, px
 
 
 def write(folder: Path, tests: Sequence[Mapping[str, Any]]) -> None:
-    """Write both files. Raises `ConfigError` where the folder cannot be written."""
+    """Write both files. Raises `ConfigError` if the folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         data = {"schema": SCHEMA, "fxprec": metadata.version("fxprec"), "tests": list(tests)}
@@ -29,7 +29,7 @@ def write(folder: Path, tests: Sequence[Mapping[str, Any]]) -> None:
 
 
 def page(tests: Iterable[Mapping[str, Any]]) -> str:
-    """Return the page: every name is escaped, nothing is fetched."""
+    """Return the page, which escapes every name and fetches nothing."""
     body = "".join(_test(test) for test in tests) or "<p>No test used the fixture <code>numerics</code>.</p>"
     frame = resources.files("fxprec.testing").joinpath("page.html").read_text(encoding="utf-8")
     return frame.replace("{{body}}", body)
@@ -73,7 +73,7 @@ def _cell(value: object) -> str:
 
 
 def _curve(check: Mapping[str, Any]) -> str:
-    """Draw the loss over its band, both from the first step on the left to the last."""
+    """Draw the loss over its band, from the first step on the left to the last step."""
     low, high = ([_number(x) for x in check[name]] for name in ("low", "high"))
     bottom, top = min(low), max(high)
     losses = [min(max(_number(x), bottom), top) for x in check["losses"]]

@@ -1,6 +1,6 @@
 """The pytest plugin: fixture ``numerics``, ``--numerics-update``, ``--numerics-report=DIR``.
 
-Loaded at every start of pytest where fxprec is installed, so nothing heavy is imported before the fixture is used.
+pytest loads it at every start where fxprec is installed, so nothing heavy is imported before the fixture is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fxprec.errors import ConfigError
 if TYPE_CHECKING:
     from fxprec.testing.fixture import Numerics
 
-BAD_USE = 2  # exit code where something cannot be compared; 1 stays for what differs
+BAD_USE = 2  # exit code if something cannot be compared; 1 means that something differs
 _records = pytest.StashKey[list[dict[str, Any]]]()
 _claims = pytest.StashKey[dict[Path, str]]()
 
@@ -42,22 +42,22 @@ def numerics(request: pytest.FixtureRequest) -> Numerics:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Attach what a test measured to its report."""
+    """Attach a test's measurements to its report."""
     report = yield
     if report.when == "call" and _records in item.stash:
-        # Plain JSON data: under xdist it travels from the worker that ran the test.
+        # Plain JSON data: xdist sends it from the worker that ran the test.
         report.numerics = item.stash[_records]  # type: ignore[attr-defined]
     return report
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Collect measurements, in the process that the workers report to."""
+    """Collect measurements in the process to which the workers report."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Collector(config.getoption("--numerics-report")), "fxprec-numerics-collector")
 
 
 class _Collector:
-    """Gathers what every test recorded; lives in the process that reports, not in xdist's workers."""
+    """Gathers the records of all tests, in the process that reports, not in xdist's workers."""
 
     def __init__(self, folder: str | None) -> None:
         self.folder = folder

@@ -20,18 +20,18 @@ from fxprec.testing import golden as goldens
 from fxprec.testing.case import Case, Compiled, quiet
 
 Batches = Callable[[int], Any] | Sequence[Any]
-"""By step ``(inputs, target)``, or inputs alone where the model returns its loss."""
+"""Maps a step to ``(inputs, target)``, or to the inputs if the model returns its loss."""
 TargetLoss = Callable[[Any, Any], Tensor]
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
-MARGIN = 0.5  # of the band's own width, on either side: five seeds do not show the whole spread
-LEAST = 0.005  # of the loss, where the seeds agree
+MARGIN = 0.5  # of the band's own width, on either side, since five seeds do not show the whole spread
+LEAST = 0.005  # of the loss, if the seeds agree
 SCHEMA = 1
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses by step, the band they should lie in, and where they do not."""
+    """Losses by step, their band, and the steps at which they leave it."""
 
     losses: list[float]
     low: list[float]
@@ -48,7 +48,7 @@ class Curve:
         return {name: plain(getattr(self, name)) for name in ("losses", "low", "high")}
 
     def raise_if_wrong(self) -> None:
-        """Raise `NumericsError` with the steps furthest outside."""
+        """Raise `NumericsError` with the steps furthest outside the band."""
         if not self.outside:
             return
         lines = [("step", "loss", "band")]
@@ -79,14 +79,14 @@ def verify_training(
     golden: Path,
     update: bool = False,
 ) -> Curve:
-    """Train ``factory()``'s model from seed 0 and hold its loss, step by step, to the band stored in ``golden``.
+    """Train ``factory()``'s model from seed 0 and compare its loss, step by step, with the band stored in ``golden``.
 
-    The band is that of runs from seeds 0 to ``seeds - 1``, which give the factory other weights, widened by half;
-    it is written where the file is missing or ``update`` is set. ``batches`` maps a step to ``(inputs, target)`` or
-    is a sequence of such, gone through again and again; ``loss(output, target)`` is a scalar; left out, the model
-    returns it, and batches are inputs alone. ``optimizer`` maps parameters to one, by default SGD at 0.1.
+    The band covers runs from seeds 0 to ``seeds - 1``, which give the factory other weights, and is widened by half. It
+    is written if the file is missing or ``update`` is set. ``batches`` maps a step to ``(inputs, target)``, or is a
+    sequence of such pairs that is repeated. ``loss(output, target)`` is a scalar; without it the model returns the
+    loss, and batches are inputs alone. ``optimizer`` maps parameters to an optimizer, by default SGD at 0.1.
 
-    Raises `ConfigError` and `GoldenError`; never for numbers.
+    Raises `ConfigError` and `GoldenError`; wrong numbers raise nothing.
     """
     if steps < 1 or seeds < 2:
         raise ConfigError(f"steps is {steps} and seeds {seeds}; give at least 1 step and 2 seeds")
