@@ -1,4 +1,4 @@
-"""What an item is given: a device, and words to say what was checked, what was wrong and what was left out."""
+"""The interface of an item: its device, and methods that record what was checked, what failed and what was skipped."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fxprec.numerics.formats import Format
 
 
 class NotHere(Exception):
-    """Raised inside a case that cannot be checked here: it says why, and is no failure."""
+    """Raised inside a case that cannot be checked here. The message says why; the case does not count as a failure."""
 
 
 class Ground:
-    """One item's process. A case that raises is a failure; the cases after it are run all the same."""
+    """One item's process. A case that raises counts as a failure; later cases still run."""
 
     def __init__(
         self,
@@ -37,12 +37,12 @@ class Ground:
 
     @property
     def on_gpu(self) -> bool:
-        """Say whether the item runs on a GPU, not in the interpreter or the compiler."""
+        """Return whether the item runs on a GPU, not in the interpreter or the compiler."""
         return self.mode == "gpu"
 
     @property
     def architecture(self) -> int:
-        """The GPU's compute capability, 90 for 9.0; without a GPU 90."""
+        """The GPU's compute capability, 90 for 9.0; 90 without a GPU."""
         if not self.on_gpu:
             return 90
         major, minor = torch.cuda.get_device_capability(self.device)
@@ -54,7 +54,7 @@ class Ground:
         return self._seconds - (time.monotonic() - self._start)
 
     def has_time(self, what: str, seconds: float) -> bool:
-        """Say whether half as much again as ``seconds`` is left; where not, note that ``what`` is left out."""
+        """Return whether 1.5 times ``seconds`` are left; if not, record that ``what`` is left out."""
         if self.seconds_left < 1.5 * seconds:
             self.leave_out(what, f"{self.seconds_left:.0f} s of the limit were left; give --limit a larger one")
             return False
@@ -62,13 +62,13 @@ class Ground:
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """Note that a case passed, or why it failed."""
+        """Record that a case passed, or why it failed."""
         self.findings.case = name
         self._save()
         try:
             yield
             if self.on_gpu:
-                torch.cuda.synchronize(self.device)  # a kernel's fault is then this case's
+                torch.cuda.synchronize(self.device)  # so that a kernel's fault belongs to this case
         except NotHere as why:
             self.leave_out(name, str(why))
         except Exception as error:  # whatever torch, Triton or a check raises
@@ -79,35 +79,35 @@ class Ground:
         self._save()
 
     def fact(self, name: str, value: object) -> None:
-        """Note a figure by its name."""
+        """Record a figure by its name."""
         self.findings.facts[name] = value
         self._save()
 
     def leave_out(self, what: str, why: str) -> None:
-        """Say what is not checked here, and why."""
+        """Record what is not checked here, and why."""
         self.findings.left_out.append({"what": what, "why": why})
 
     def needs_gpu(self, what: str) -> bool:
-        """Say whether there is a GPU; where there is none, note that ``what`` is left out."""
+        """Return whether there is a GPU; if not, record that ``what`` is left out."""
         if not self.on_gpu:
             self.leave_out(what, "needs a GPU")
         return self.on_gpu
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's type and first line; of fxprec's own errors the message alone."""
+    """Return an error's type and the first line of its message; for fxprec's own errors only the message."""
     text = " ".join(str(error).strip().splitlines()[:1])
     return text if isinstance(error, GpuCheckError) else f"{type(error).__name__}: {text}"
 
 
 def require(holds: bool, what: str) -> None:
-    """Raise `GpuCheckError` with ``what`` is wrong, unless it ``holds``."""
+    """Raise `GpuCheckError` with the message ``what`` unless ``holds``."""
     if not holds:
         raise GpuCheckError(what)
 
 
 def same(what: str, found: Tensor, wanted: Tensor) -> None:
-    """Raise `GpuCheckError` unless two tensors are equal bit for bit, any NaN equal to any other."""
+    """Raise `GpuCheckError` unless two tensors are equal bit for bit; any NaN equals any other."""
     found, wanted = found.detach().cpu(), wanted.detach().cpu()
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         sizes = f"{tuple(found.shape)} {found.dtype}, not {tuple(wanted.shape)} {wanted.dtype}"
@@ -123,7 +123,7 @@ def same(what: str, found: Tensor, wanted: Tensor) -> None:
 def same_codes(what: str, found: Tensor, wanted: Tensor, fmt: Format, is_nan: Tensor) -> None:
     """Raise `GpuCheckError` unless two tensors of codes are equal; a NaN's code may have either sign.
 
-    A GPU's multiplication by the scale drops that sign, which no definition gives a meaning.
+    A GPU's multiplication by the scale drops a NaN's sign, which has no meaning.
     """
     magnitude = (1 << (fmt.bits - 1)) - 1
     found, wanted = (_integers(codes.detach().cpu()) for codes in (found, wanted))
@@ -145,7 +145,7 @@ def _integers(x: Tensor) -> Tensor:
 
 
 def within(what: str, found: float, bound: float) -> float:
-    """Return ``found``. Raise `GpuCheckError` unless it is at most ``bound``; a NaN is not."""
+    """Return ``found``. Raise `GpuCheckError` unless it is at most ``bound``; a NaN raises too."""
     if not found <= bound:
         raise GpuCheckError(f"{what} is {found:.4g}, above {bound:.4g}")
     return found
