@@ -83,7 +83,7 @@ def run_demo(options: DemoOptions, console: Console) -> list[Outcome]:
 
 
 class Log:
-    """JSON lines: ``{"kind": "step", "model": "digits", "recipe": "fp8", "step": 10, "loss": 0.71}``."""
+    """A log of JSON lines: ``{"kind": "step", "model": "digits", "recipe": "fp8", "step": 10, "loss": 0.71}``."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream

@@ -3,8 +3,7 @@
 Let ``J`` be the derivative of the weighted gradients by a stored copy. An error ``e`` of the copy changes the gradients
 by ``J e``. Probes ``r`` of random signs give ``v = J^T r`` for all copies at once; the mean of ``v^2`` is each
 element's share of ``|J|^2`` (Hutchinson 1990). Rounding errors are nearly independent, so ``|J e|^2`` is the sum of
-``e^2 v^2``. If they are dependent, for instance where everything saturates, ``(v . e)^2`` is larger than that sum and
-is used instead.
+``e^2 v^2``. If they are dependent, for instance where everything saturates, ``(v . e)^2`` is larger and is used.
 """
 
 from __future__ import annotations

@@ -146,8 +146,7 @@ def choose(
     ``train(backend, seed)`` is a small version of your run (less data, fewer steps). It compiles its model with
     ``torch.compile(model, backend=backend)`` and trains from ``seed``. It returns one number on data that it did not
     train on: a loss or, with ``higher_is_better``, an accuracy. ``tolerance`` is how much worse than without fxprec
-    that number may be, in its own units. ``options`` are those of `Config`, without ``low_ratio``. Raises
-    `ConfigError`.
+    that number may be, in its own units. ``options`` are `Config`'s, without ``low_ratio``. Raises `ConfigError`.
     """
     given = {"recipe": "fp8", **(options or {})}
     ratios = _checked(train, given, ratios)

@@ -96,10 +96,12 @@ def doctor(
     """Measure what storing each tensor of a training step low costs, and recommend options to train with.
 
     ``model`` is a module, ``args`` its batch: a tensor, a tuple or a dict of keywords. ``loss`` maps the output to a
-    scalar; by default it is the output's own ``.loss``, or the output's mean square. ``options`` are those of `Config`,
-    and ``formats`` (candidates), ``tolerance`` (the damage that a recommendation may do, 0.1), ``reruns`` (groups to
-    re-run) and ``high_share`` (the share, of the weights whose GEMMs round operands to blocks, that a recommendation
-    keeps high, 0.15). ``tell`` is called with a line after each stage. The model is copied and does not change.
+    scalar; by default it is the output's own ``.loss``, or the output's mean square. ``tell`` is called with a line
+    after each stage. The model is copied and does not change.
+
+    ``options`` are those of `Config` and four more. ``formats`` are the candidates. ``tolerance`` (0.1) is the damage
+    that a recommendation may do. ``reruns`` is the number of groups to re-run. ``high_share`` (0.15) applies to the
+    weights whose GEMMs round operands to blocks: the share of them that a recommendation keeps high.
 
     To examine a running training, pass as ``model`` what fxprec compiled, or its `Backend`. The doctor then examines
     the current plan, promotions and scales. ``args`` may then be a function that runs one or a few training steps and

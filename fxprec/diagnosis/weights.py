@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A gradient's root mean square counts as zero below these shares of the median gradient's, and of the largest in the
-# same module, as that of a bias before a norm is in theory: an error relative to itself would mean nothing.
+# Shares of the median gradient's root mean square, and of the largest in the same module. Below them a gradient counts
+# as zero, like that of a bias before a norm in theory: an error relative to such a gradient would mean nothing.
 FLOOR = 0.01
 FLOOR_IN_MODULE = 0.1
 

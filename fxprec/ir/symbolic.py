@@ -14,14 +14,14 @@
     The float32 (1,) that multiplies the scales of a tensor's blocks.
 ``rotate(x, seed, size=16) -> y``
     ``x`` times a random Hadamard matrix (`fxprec.numerics.hadamard`), ``size`` elements of the last dimension at a
-    time, as float32. The same ``seed`` (1,) int32 gives the same matrix. If both operands of a product are rotated by
-    it, it cancels.
+    time, as float32. The same ``seed`` (1,) int32 gives the same matrix, which cancels in the product of two operands
+    rotated by it.
 ``correct_scales(q, x, whole, seed, row, format, size) -> q``
     The blocks ``q`` that a rotated ``x`` was rounded to, with scales corrected by MS-EDEN (`fxprec.numerics.eden`).
 ``keep_nonfinite(rounded, x) -> y``
     ``rounded`` where ``x`` is finite, else ``x``: a gradient's inf and NaN survive formats that have none.
 ``keep_codes(rounded, x, format) -> y``
-    The same for integer codes: inf and NaN get the format's codes for them. Inf gets NaN's code if it has none.
+    The same for integer codes: NaN gets its code. So does inf, unless the format's overflow is inf, which has a code.
 ``counts(x, table, row, format) -> (10,) float64``
     Counts of what rounding ``x`` for the row loses, and moments (`numerics.stats.Counts`). Lowering adds one for each
     watched quantize.
@@ -30,8 +30,8 @@
 ``rescale(g, table, row) -> g``
     Multiply by ``2**table[row, 0]``; exact, since the factor is a power of two.
 ``in_memory(x) -> x``
-    Copy ``x`` to its own buffer. Otherwise a compiler could place it in a larger tensor's buffer, or keep that buffer
-    alive for it.
+    ``x`` in its own buffer. Otherwise a compiler could place ``x`` in a larger tensor's buffer, or keep that buffer for
+    it.
 ``gemm(a, b, bias, table, row_a, row_b, format_a, format_b, dtype, kernel, fast) -> y``
     The product of the numbers that codes ``a`` (M, K) and ``b`` (K, N) stand for, each divided by ``2**table[row, 0]``
     (row ``AS_STORED``: not divided), plus ``bias``, summed in float32 and rounded to ``dtype``. ``kernel`` is
@@ -74,8 +74,8 @@ HISTOGRAM_BINS = 64
 def stored_dtype(fmt: Format, storage: str) -> torch.dtype:
     """Return the dtype a tensor of format ``fmt`` has in memory.
 
-    ``native`` uses the hardware dtype of the same bits, ``packed`` the native dtype of a 16-bit format that has
-    one (same bits, no codec) and integer codes otherwise, ``simulate`` float32 carriers.
+    ``native`` uses the hardware dtype of the same bits. ``packed`` uses the native dtype of a 16-bit format that has
+    one (same bits, no codec), and otherwise integer codes. ``simulate`` uses float32 carriers.
     """
     if storage == "simulate":
         return torch.float32

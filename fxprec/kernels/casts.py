@@ -1,9 +1,8 @@
 """Kernels of casts on CPUs, to which lowering converts operators of `fxprec.ir.symbolic`.
 
 ``store`` returns codes, rounded values and counts; ``round`` returns the same without codes. ``store_`` and ``round_``
-overwrite ``x`` with the rounded values. ``load`` reads codes. Values keep the scale with which they are stored, and
-with ``keep`` their inf and NaN. ``store_blocks`` and ``load_blocks`` are ``quantize`` and ``dequantize`` of a block
-format.
+overwrite ``x`` with the rounded values. ``load`` reads codes. Values keep the scale with which they are stored; with
+``keep`` they keep inf and NaN. ``store_blocks`` and ``load_blocks`` cast to a block format and back.
 """
 
 from __future__ import annotations

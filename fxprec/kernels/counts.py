@@ -5,7 +5,7 @@
     of the sites' parts, side by side; a site has ``sizes`` entries of the last dimension. ``lost`` is int64, with 21
     bits each for elements that overflow, that underflow and that are not zero. ``amax`` is int32, the bits of the
     largest magnitude. ``moments`` is float32, for each ``measured`` site the sums of squares, of logarithms and of
-    their squares, returned in steps whose table says so. ``scaled`` sites carry their own exponent too.
+    their squares, returned in steps that measure. The moments of ``scaled`` sites carry the site's scale exponent too.
 ``gathered(counters) -> (10 * sites,) float64``
     Rows of counts from the striped counters of kernels (`fxprec.numerics.stats`).
 ``ln(x) -> Tensor``

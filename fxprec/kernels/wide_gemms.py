@@ -1,8 +1,8 @@
 """GEMMs of 16-bit tensors on a CPU without instructions for them: ATen's schemas, computed in float32 by blocks.
 
 ``fxprec_wide::mm(Tensor self, Tensor mat2) -> Tensor`` is ``aten::mm`` of bfloat16 or float16 tensors. It converts each
-block of the operands to float32, multiplies there, and rounds each result once. So operands and results stay in 16
-bits, as on a CPU that has the instructions, and a float32 copy exists for one block at a time.
+block of the operands to float32, multiplies there, and rounds each result once. Operands and results stay in 16 bits,
+as on a CPU that has the instructions. Only one block at a time has a float32 copy.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ NAMESPACE = "fxprec_wide"
 BLOCK = 512
 """Rows and columns of a matrix that are converted at once: 1 MiB in float32.
 
-On AVX2 a product by blocks of 512 takes 12 % longer than float32 alone, by blocks of 256 it takes 21 % longer. Blocks
-of 256 by 1024 take as long as 512 by 512, in twice the memory (seven shapes of a transformer, one thread of a busy
-machine).
+On AVX2 a product by blocks of 512 takes 12 % longer than float32 alone, by blocks of 256 it takes 21 % longer. 256 by
+1024 takes as long as 512 by 512, in twice the memory (seven shapes of a transformer, one thread of a busy machine).
 """
 ELEMENTS = 1 << 17
 """Elements of one operand that attention and convolutions convert at once; at least a head or an image."""

@@ -115,8 +115,7 @@ def ordered(bits: Tensor) -> Tensor:
 def range_scale(low: Tensor, high: Tensor, row: BlockRow) -> tuple[Tensor, Tensor]:
     """Return scale and offset of integers, bfloat16 numbers as float32, from the bits of a block's ends.
 
-    The offset is rounded down and the scale up, so that every element lies between the smallest and the largest
-    integer.
+    The offset is rounded down and the scale up, so that every element is between the smallest and largest integer.
     """
     offset = torch.where(low < 0, low + (_HALF - 1), low) & -_HALF
     spread = high.view(torch.float32) - offset.view(torch.float32)

@@ -1,8 +1,7 @@
 """Triton kernels of block formats: one program encodes, or decodes, the blocks of 2048 elements.
 
 Their arithmetic is printed from `block_codec` with a format's constants folded in. This module adds loads, reductions
-over a block, packing and stores. Elements are read in row-major order; records have the layout of
-`block_codec.records`.
+over a block, packing and stores. It reads elements in row-major order, and writes records as `block_codec.records`.
 """
 
 from __future__ import annotations

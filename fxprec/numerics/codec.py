@@ -143,8 +143,7 @@ def lost(magnitude: Tensor, row: FormatRow[Any]) -> tuple[Tensor, Tensor]:
     return magnitude >= limits.overflow, (magnitude > 0) & (magnitude <= limits.underflow)
 
 
-# The functions below fold one format's constants in and use what only a known format allows. Inductor and Triton use
-# them.
+# The functions below, for Inductor and Triton, fold one format's constants in and use what only a known format allows.
 
 
 def encode_bits(x: Tensor, fmt: Format) -> Tensor:

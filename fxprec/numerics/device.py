@@ -37,8 +37,7 @@ def identifier(fmt: Format) -> str:
 def encoder_source(fmt: Format, *, keep: bool = False) -> tuple[str, str]:
     """Return name and source of the function from float32 to int32 codes, rounding to nearest even.
 
-    With ``keep`` inf becomes the format's code for inf, or else for NaN, even if the format saturates; it must have
-    one.
+    With ``keep`` inf gets the format's code of inf, or else of NaN, even if the format saturates. It must have one.
     """
     beyond = {"saturate": "saturating", "inf": "inf beyond the largest", "nan": "NaN beyond the largest"}
     kept = codec.kept_infinity(fmt) if keep else None
@@ -58,9 +57,9 @@ _INSTRUCTIONS = {torch.float8_e4m3fn: "cvt.rn.satfinite.e4m3x2.f32", torch.float
 def caster_source(fmt: Format, *, keep: bool = False) -> tuple[str, str]:
     """Return name and source of a function that computes `encoder_source`'s codes by the hardware's instruction.
 
-    The instruction rounds to nearest even and saturates (PTX ISA, ``cvt``). It loses NaN's sign and code, and it
-    saturates the infinities that ``keep`` must keep. So if one of four numbers is such a number, a branch writes the
-    codes instead.
+    The instruction rounds to nearest even and saturates (PTX ISA, ``cvt``). It loses NaN's sign and code, and saturates
+    infinities, which ``keep`` must keep. So if one of four numbers is NaN or such an infinity, a branch writes its
+    code.
     """
     assert has_instruction(fmt)
     assert fmt.torch_dtype is not None

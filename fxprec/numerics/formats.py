@@ -37,8 +37,7 @@ class Format:
     """A binary floating-point format.
 
     ``Format(E, M, bias)`` alone is the papers' kind: every code is a number, larger values saturate.
-    Raises `FormatError` for bits that no format can have, and for a range outside float32's: float32 carries all
-    values.
+    Raises `FormatError` for bits that no format can have, and for a range beyond float32, which carries all values.
     """
 
     exponent_bits: int
@@ -129,8 +128,7 @@ class Format:
     def max_exponent(self) -> int:
         """Return the exponent of the largest number; at most 127, since float32 carries the values.
 
-        Only formats without specials may have codes above that (``1-8-M``). Encoding never makes them; decoding reads
-        inf.
+        Only formats without specials may have codes above that (``1-8-M``). No encoding makes them; they read as inf.
         """
         return min(self._top_exponent, _CARRIER_MAX_EXPONENT)
 
@@ -298,7 +296,7 @@ _SYNTAX = re.compile(
 
 
 def kept_codes(fmt: Format) -> tuple[int, int, int]:
-    """Return the codes that keep inf and NaN, and the sign bit. The format has NaN; inf shares its code if need be."""
+    """Return a format's codes of inf and NaN, and its sign bit. Inf gets NaN's code unless the overflow is inf."""
     assert fmt.nan_code is not None
     inf = fmt.overflow_code if fmt.overflow == "inf" else fmt.nan_code
     return inf, fmt.nan_code, 1 << (fmt.bits - 1)

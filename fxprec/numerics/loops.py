@@ -36,8 +36,8 @@ _OF_NUMBERS = (
 def loop_function(direction: Direction, fmt: Format, floats: str, ints: str) -> str:
     """Return a C++ lambda from float32 to int32 codes of a format, or back.
 
-    ``floats`` and ``ints`` are its types: ``float`` and ``int32_t``, or ``at::vec::Vectorized`` or ``VectorizedN`` with
-    equally many of each.
+    ``floats`` and ``ints`` are its types: ``float`` and ``int32_t``, or equally many of each in an
+    ``at::vec::Vectorized`` or ``VectorizedN``.
     """
     encodes = direction == "encode"
     kind: Kind = "float" if encodes else "int"

@@ -1,7 +1,7 @@
 """Compiles C++ kernels once, by Inductor's own builder: its compiler, its flags, its disk cache.
 
-A kernel cannot check the memory that it reads and writes. So callers pass each tensor through `address`, which checks
-it.
+A kernel cannot check the memory that it reads and writes. So callers get each tensor's pointer from `address`, which
+checks the tensor.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def check_table(table: torch.Tensor, row: int, columns: int) -> None:
 
 
 _OWN_MEMORY = (torch.Tensor, torch.nn.Parameter)
-_PLAIN = torch.Tensor.__torch_dispatch__  # what a tensor with memory of its own has
+_PLAIN = torch.Tensor.__torch_dispatch__  # that of a tensor with its own memory
 
 
 def check_readable(name: str, tensor: torch.Tensor, dim: int | None = None) -> None:

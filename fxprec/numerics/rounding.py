@@ -49,8 +49,8 @@ def quantize(
     the result and is returned; it is not differentiated. Block formats round the result once more, to the dtype of
     ``x``, and do not round toward zero.
 
-    Raises `FormatError` for an unknown format or rounding, a dtype other than float32, bfloat16 and float16
-    (float64 would be rounded twice), or a dtype that cannot hold the format's numbers.
+    Raises `FormatError` for an unknown format or rounding, and for a dtype that cannot hold the format's numbers. The
+    dtype must be float32, bfloat16 or float16; float64 would be rounded twice.
     """
     fmt = find(fmt)
     _check_input(x, rounding)

@@ -18,9 +18,9 @@ from fxprec.plan.lines import one_line
 def graph_text(work: Work, title: str, changed: Mapping[str, tuple[int, int]]) -> str:
     """Return the graph under a title and the operator counts in ``changed`` (before, after).
 
-    A node's line has the half (``f`` or ``b``), name, operator and arguments, dtype and shape. After ``#`` come, as far
-    as the passes know them yet, its group, its site (also its row of the scale table), its format, its readers if not
-    all read it, its module and its source line.
+    A node's line has the half (``f`` or ``b``), name, operator and arguments, dtype and shape. After ``#`` follow the
+    group, the site (also the row of the scale table), the format, the readers if not all read it, the module and the
+    source line. The line has only what the passes know yet.
     """
     head = [f"# {title}", f"# {len(work.joint.graph.nodes)} nodes"]
     head += [f"# {name}: {before} -> {after}" for name, (before, after) in changed.items()]

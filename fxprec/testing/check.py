@@ -96,8 +96,7 @@ def verify(
     ``golden``, plan and statistics are compared with that file. If the file is missing or ``update`` is set, it is
     written, provided that the rules hold.
 
-    Raises `ConfigError`, `ReferenceRunError` and `GoldenError` for what cannot be compared; wrong numbers raise
-    nothing.
+    Raises `ConfigError`, `ReferenceRunError` and `GoldenError` if it cannot compare; wrong numbers raise nothing.
     """
     thresholds = thresholds or Thresholds()
     config = Config.from_options({"lowering": "eager", **(options or {})})

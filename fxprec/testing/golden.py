@@ -26,8 +26,8 @@ SCHEMA = 1
 # much, so that values that may round the other way there do so here too. The spread over JITTERS runs is doubled.
 JITTER = 2.0**-18
 JITTERS = 6
-# If one of 1,000 numbers rounds the other way in 8 bits, a sketch moves by up to 0.12 / sqrt(1000) of its scale, and
-# the jittered runs may not contain such a number.
+# If one of 1,000 numbers rounds the other way in 8 bits, a sketch moves by up to 0.12 / sqrt(1000) of its scale. The
+# jittered runs may not contain such a number.
 SKETCH_FLOOR = 5e-3
 MAX_BYTES = 64 * 2**20
 _REWRITE = "rewrite it with --numerics-update"

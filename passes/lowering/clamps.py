@@ -1,7 +1,7 @@
 """Write ReLUs and clamps as comparisons where Inductor's minimum and maximum are instructions that keep NaN.
 
-Beside transposed stores of bytes some GPUs compute such an instruction wrongly (triton issue 11111), and Inductor fuses
-the bound of a value with the cast that stores it.
+Some GPUs compute such an instruction wrongly beside transposed stores of bytes (triton issue 11111). Inductor fuses the
+bound of a value with the cast that stores it.
 """
 
 from __future__ import annotations

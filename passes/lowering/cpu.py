@@ -1,9 +1,9 @@
 """Lower symbolic operators to calls of compiled CPU kernels, which count statistics while they round values.
 
 Expanding these operators for Inductor's C++ backend was tried first. On AVX2 ResNet-18 (width 32, batch 16, packed)
-then took 2.6x as long to compile and ran 1.5x slower than float32, since every statistic became a loop and every cast
-20 nodes. One call that rounds, packs and counts in one pass over memory adds no nodes and little traffic. Casts whose
-statistics are not counted here are operators of Inductor's loops (`inline`, `in_loops`).
+took 2.6x as long to compile and ran 1.5x slower than float32: every statistic became a loop, and every cast 20 nodes.
+One call that rounds, packs and counts in one pass over memory adds no nodes and little traffic. Casts whose statistics
+are not counted here are operators of Inductor's loops (`inline`, `in_loops`).
 """
 
 from __future__ import annotations

@@ -324,9 +324,8 @@ _ROW = 256  # elements; the 32 bytes of partial counts per row are then a small 
 def _row_dims(x: torch.Tensor) -> tuple[int, ...]:
     """Return the last dimensions that form a row, which one program counts while it computes the values; () for all.
 
-    Inductor splits a reduction of all elements into parts that do not fuse with a kernel that computes the values, so
-    the values would be written and read again. A sum over rows fuses with every kernel that walks a tensor in its
-    order.
+    Inductor splits a reduction of all elements into parts that do not fuse with the kernel that computes the values.
+    The values would be written and read again. A sum over rows fuses with every kernel that walks a tensor in order.
     """
     if not x.is_contiguous():
         return ()

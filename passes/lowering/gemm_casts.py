@@ -37,10 +37,9 @@ def substitute(graph: Graph, node: Node, new: Node) -> None:
 
 
 def copy_with_codes(graph: Graph, copy: Node, counters: Counters, without: Collection[str]) -> bool:
-    """Compute codes and their transpose in one kernel, if the tensor to round is in memory; return whether it is.
+    """Compute codes and their transpose in one kernel if the tensor to round is in memory; return whether it was done.
 
-    Otherwise the kernel that computes the values also writes the codes, and the codes, a byte per element, are read
-    again.
+    Otherwise the kernel that computes the values also writes the codes, which are read again: one byte per element.
     """
     code = Transposed.of(copy).q
     chain = [copy, code]
@@ -91,7 +90,7 @@ def _is_guarded(q: Node) -> bool:
 
 
 def codes_of_product(graph: Graph, node: Node, counters: Counters, without: Collection[str]) -> bool:
-    """Let a generated GEMM store its product as codes and count, if nothing else reads the product; return whether.
+    """Let a generated GEMM store its product as codes and count, if only a cast reads it; return whether it was done.
 
     The GEMM measures no moments, which would spill the registers of large tiles.
     """

@@ -1,7 +1,7 @@
 """Keep 8-bit casts in Inductor's loops on a CPU as one operator each, whose C++ is printed from the codec.
 
-An expansion has two dozen operators. Each stage of Inductor would then take two dozen times as long per cast. Inductor
-would also write a decoded value to memory, since it would count as too expensive to recompute where it is read.
+An expansion has two dozen operators. Each of them would pass through every stage of Inductor. Inductor would also write
+a decoded value to memory, since it would count as too expensive to recompute where it is read.
 """
 
 from __future__ import annotations

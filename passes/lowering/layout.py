@@ -47,8 +47,8 @@ def prefer_channels_last(graph: Graph, inlined: Collection[Node] = ()) -> None:
 def share_channels_last(graph: Graph) -> None:
     """Let convolutions read a value channels-last from one buffer, if a ``convolution_backward`` reads the value too.
 
-    Otherwise Inductor writes such a value, for instance one recomputed in backward, with the strides in the graph
-    (contiguous), and copies it once more for each convolution.
+    Otherwise Inductor writes such a value with the strides in the graph (contiguous), for instance when backward
+    recomputes it, and copies it once more for each convolution.
     """
     for node in list(graph.nodes):
         readers = [user for user in node.users if user.target in _CONVOLUTIONS]
@@ -67,7 +67,7 @@ def share_channels_last(graph: Graph) -> None:
 
 
 def show_shapes_alike(graph: Graph) -> None:
-    """Give a parameter of which a ``convolution_backward`` needs only the shape the dtype of the other arguments.
+    """View a parameter that only gives a ``convolution_backward`` its shape in the dtype of the other arguments.
 
     Inductor converts all inputs of a kernel to the widest dtype among them.
     """

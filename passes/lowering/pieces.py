@@ -1,7 +1,7 @@
 """Cast a tensor in pieces where it is read in pieces: one product gives both halves of a gated layer.
 
-A kernel that reads a piece and a kernel that rounds the whole tensor loop over different shapes, so Inductor does not
-fuse them and the product would be read twice. Here the kernel that reads the pieces also rounds them.
+A kernel that reads a piece and a kernel that rounds the whole tensor loop over different shapes. Inductor does not fuse
+them, so the product would be read twice. Here the kernel that reads the pieces also rounds them.
 """
 
 from __future__ import annotations

@@ -54,8 +54,7 @@ def _weights(graph: Graph) -> dict[Node, list[Node]]:
             continue
         given = unconverted(weight)
         if given.op == "placeholder" and tensor_of(given).is_contiguous() and _is_turned(weight):
-            # A parameter's other readers read it as it is. A conversion is made for convolutions only, backward's
-            # included.
+            # A parameter's other readers read it as it is. A conversion is made for convolutions only.
             found[weight] = [user for user in weight.users if user.target in _WEIGHT or weight is not given]
     return found
 

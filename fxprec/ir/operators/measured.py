@@ -1,7 +1,7 @@
 """Rows of a model's operators as measured: how rounding the tensors that their backward reads changes the gradient.
 
-``measured.json`` lists operators. For each it lists what backward reads (the operands, the result) and the relative
-error of the gradients when backward reads a copy of that tensor in each format. ``python -m benchmarks.yardsticks
+``measured.json`` lists for each operator the tensors that backward reads (the operands, the result). For each format it
+gives the relative error of the gradients if backward reads a copy in that format. ``python -m benchmarks.yardsticks
 sensitivity`` writes the file, from the samples of torch's op_db.
 
 A number in e4m3fn is off by 2^-4 at most, in bfloat16 by 2^-8. A backward that is linear in what it reads passes that

@@ -69,7 +69,7 @@ class Region:
 def find_regions(graph: Graph) -> list[Region]:
     """Return the regions that encode or decode, in an order in which they can run.
 
-    Other regions are left to Inductor, which computes them as well. First copies cheap decodes (`_decode_per_reader`).
+    Inductor computes other regions equally well. Decodes are first copied for each reader (`_decode_per_reader`).
     """
     _decode_per_reader(graph)
     finder = _Finder({n: i for i, n in enumerate(graph.nodes)})
