@@ -14,7 +14,7 @@ Fails = Callable[[Piece], bool]
 
 
 def reduced(piece: Piece, fails: Fails) -> Piece:
-    """Return a part of ``piece`` that still fails, and would not without any one operator. ``piece`` must fail."""
+    """Return a part of ``piece`` that still fails; no single operator of it can be removed. ``piece`` must fail."""
     before = None
     while before is None or len(piece.operators) < before:
         before = len(piece.operators)

@@ -81,10 +81,11 @@ def verify_training(
 ) -> Curve:
     """Train ``factory()``'s model from seed 0 and compare its loss, step by step, with the band stored in ``golden``.
 
-    The band covers runs from seeds 0 to ``seeds - 1``, which give the factory other weights, and is widened by half. It
-    is written if the file is missing or ``update`` is set. ``batches`` maps a step to ``(inputs, target)``, or is a
-    sequence of such pairs that is repeated. ``loss(output, target)`` is a scalar; without it the model returns the
-    loss, and batches are inputs alone. ``optimizer`` maps parameters to an optimizer, by default SGD at 0.1.
+    The band covers runs from seeds 0 to ``seeds - 1``, which give the factory other weights, and half its width on
+    either side. It is written if the file is missing or ``update`` is set. ``batches`` maps a step to ``(inputs,
+    target)``, or is a sequence of such pairs that is repeated. ``loss(output, target)`` is a scalar; without it the
+    model returns the loss, and batches are inputs alone. ``optimizer`` maps parameters to an optimizer, by default SGD
+    at 0.1.
 
     Raises `ConfigError` and `GoldenError`; wrong numbers raise nothing.
     """
