@@ -45,7 +45,7 @@ class Trait(Flag):
     MUTATES = auto()  # writes a functionalised mutation back to its input
     PASSES_SCALE = auto()  # moves or adds: removing a scale before it costs as little as after it
     AFFINE = auto()  # sum, difference or product
-    COMBINES = auto()  # a value that backward exponentiates depends on its operands
+    COMBINES = auto()  # where backward exponentiates its result, its operands' errors are exponentiated
     HANDS_ON_DIVISOR = auto()  # its result is 0, or nearly 0, where its first argument is 0
     SELECTS = auto()  # takes each element from one of two tensors, as a condition says
     MASKS = auto()  # adds to attention's logits, or replaces some
