@@ -161,7 +161,7 @@ def encode_bits(x: Tensor, fmt: Format) -> Tensor:
 def folded_codes(x: Tensor, fmt: Format, kept: int | None = None) -> Tensor:
     """Return the `codes` of one format. NaN without a code saturates as other numbers do, without a comparison.
 
-    ``kept`` is the code for infinity, also if the format saturates (`kept_infinity`).
+    ``kept`` is the code for infinity, also if the format saturates (`kept_codes`).
     """
     row, code = format_row(fmt), code_row(fmt)
     bits = x.view(torch.int32)
@@ -175,12 +175,6 @@ def folded_codes(x: Tensor, fmt: Format, kept: int | None = None) -> Tensor:
     if fmt.nan_code is not None:
         found = torch.where(magnitude > INFINITY, fmt.nan_code, found)
     return found | _code_sign(bits, code)
-
-
-def kept_infinity(fmt: Format) -> int:
-    """Return the magnitude bits that keep an infinity visible: inf's, else NaN's. The format must have one of them."""
-    assert fmt.nan_code is not None, f"{fmt.name} has no code for inf"
-    return fmt.largest_code + 1 if fmt.specials == "ieee" else fmt.nan_code
 
 
 def decode_bits(code: Tensor, fmt: Format) -> Tensor:

@@ -40,7 +40,7 @@ def encoder_source(fmt: Format, *, keep: bool = False) -> tuple[str, str]:
     With ``keep`` inf gets the format's code of inf, or else of NaN, even if the format saturates. It must have one.
     """
     beyond = {"saturate": "saturating", "inf": "inf beyond the largest", "nan": "NaN beyond the largest"}
-    kept = codec.kept_infinity(fmt) if keep else None
+    kept = kept_codes(fmt)[0] if keep else None
     name = f"encode_{identifier(fmt)}{'_keep' if keep else ''}"
     doc = f"Codes of {fmt.name}: nearest even, {beyond[str(fmt.overflow)]}{', inf kept' if keep else ''}."
     return name, _function(name, "x", "float", doc, lambda x: codec.folded_codes(x, fmt, kept))
@@ -78,8 +78,8 @@ def {name}(x):
 
 def _casting(fmt: Format, cast: str, keep: bool) -> str:
     """Return PTX that casts $1 to $4 into the bytes of $0 by the instruction ``cast``."""
-    _, nan, sign = kept_codes(fmt)
-    inf = codec.kept_infinity(fmt) if keep else None
+    infinity, nan, sign = kept_codes(fmt)
+    inf = infinity if keep else None
     registers = ".reg .b16 low, high; .reg .f32 top, next; .reg .pred is; .reg .b32 size, sign, code"
     lines = [registers, f"{cast} low, $2, $1", f"{cast} high, $4, $3", "mov.b32 $0, {low, high}", "abs.f32 top, $1"]
     for i in (2, 3, 4):

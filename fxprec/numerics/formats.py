@@ -296,9 +296,12 @@ _SYNTAX = re.compile(
 
 
 def kept_codes(fmt: Format) -> tuple[int, int, int]:
-    """Return a format's codes of inf and NaN, and its sign bit. Inf gets NaN's code unless the overflow is inf."""
-    assert fmt.nan_code is not None
-    inf = fmt.overflow_code if fmt.overflow == "inf" else fmt.nan_code
+    """Return the codes that keep inf and NaN visible, also if the format saturates, and the sign bit.
+
+    Infinity has the format's own code, or else NaN's. The format must have NaN.
+    """
+    assert fmt.nan_code is not None, f"{fmt.name} has no code for inf or NaN"
+    inf = fmt.largest_code + 1 if fmt.specials == "ieee" else fmt.nan_code
     return inf, fmt.nan_code, 1 << (fmt.bits - 1)
 
 

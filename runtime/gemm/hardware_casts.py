@@ -11,8 +11,8 @@ from torch import Tensor
 from fxprec import compat
 from fxprec.errors import FxprecWarning
 from fxprec.numerics import device as codecs
-from fxprec.numerics.codec import folded_codes, kept_infinity
-from fxprec.numerics.formats import Format
+from fxprec.numerics.codec import folded_codes
+from fxprec.numerics.formats import Format, kept_codes
 from fxprec.numerics.rounding import decode
 from fxprec.runtime.gemm.transpose_kernels import flags, launch
 
@@ -50,7 +50,7 @@ def _differing(fmt: Format, device: torch.device, keep: bool) -> float | None:
     with compat.unset_fake_temporarily():  # called while a graph compiles
         x = probes(fmt)
         found = _cast(x.to(device), fmt, keep).cpu()
-        expected = folded_codes(x, fmt, kept_infinity(fmt) if keep else None).to(torch.uint8)
+        expected = folded_codes(x, fmt, kept_codes(fmt)[0] if keep else None).to(torch.uint8)
         wrong = ((found != expected) & ~(x.isnan() & (found & 0x7F == expected & 0x7F))).nonzero()
         return None if not len(wrong) else float(x[wrong[0, 0]])
 

@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 
 from fxprec.errors import FxprecWarning
 from fxprec.numerics import device
-from fxprec.numerics.codec import folded_codes, kept_infinity
-from fxprec.numerics.formats import Format, parse
+from fxprec.numerics.codec import folded_codes
+from fxprec.numerics.formats import Format, kept_codes, parse
 from fxprec.runtime.gemm import hardware_casts, kernels
 from fxprec.runtime.gemm.hardware_casts import casts_in_hardware, probes
 
@@ -57,7 +57,7 @@ def test_codes_are_those_of_the_definition(fmt: Format, keep: bool) -> None:
     """NaN's sign is lost by the instruction, and an infinity that is kept becomes the largest number."""
     every_16_bits = (torch.arange(1 << 16, dtype=torch.int64) << 16).to(torch.int32).view(torch.float32)
     x = torch.cat([every_16_bits, probes(fmt)])
-    expected = folded_codes(x, fmt, kept_infinity(fmt) if keep else None)
+    expected = folded_codes(x, fmt, kept_codes(fmt)[0] if keep else None)
     assert torch.equal(casted(x, fmt, keep), expected)
     assert torch.equal(casted(x.flip(0), fmt, keep), expected.flip(0)), "whatever stands beside it"
     plain = instruction(x, fmt).to(torch.int32)
@@ -81,7 +81,7 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def by_definition(x: Tensor, fmt: Format, keep: bool) -> Tensor:
-    return folded_codes(x, fmt, kept_infinity(fmt) if keep else None).to(torch.uint8)
+    return folded_codes(x, fmt, kept_codes(fmt)[0] if keep else None).to(torch.uint8)
 
 
 @FORMATS
