@@ -1,4 +1,4 @@
-"""What the user asked for and what is in force: options, recipes, and how each is checked."""
+"""Options and recipes: `Config` has what the user set, `Settings` what is in force; every value is checked."""
 
 from fxprec.config.config import ALLOWED, Config, Policy, policy_name
 from fxprec.config.settings import Settings

@@ -1,4 +1,4 @@
-"""How GEMMs of a simulated run add up: option ``accumulator``."""
+"""The accumulator of GEMMs in a simulated run: option ``accumulator``."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from fxprec.numerics.formats import FP32, Format, parse
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulator(checks.Options):
-    """Partial sums of every GEMM, forward and backward, rounded to a format (Han et al. 2020, section 5).
+    """The formats that every GEMM, forward and backward, rounds partial sums and products to.
 
-    Formats are a `Format` or a name. Raises `ConfigError`.
+    Source: Han et al. 2020, section 5. A format is a `Format` or its name. Raises `ConfigError` for a wrong value.
     """
 
     format: Format
-    """Format of each partial sum, in increasing k."""
+    """Format of each partial sum; products are added in increasing k."""
     products: Format = FP32
-    """Format of each product; float32 holds those of 8-bit formats exactly."""
+    """Format of each product; float32 represents products of 8-bit formats exactly."""
     kahan: bool = False
-    """Whether a compensation in the same format is carried along."""
+    """Whether sums use Kahan's compensation, in the same format."""
     chunk: int | None = None
-    """Products summed at a time before the sums are added up, at least 1 (Wang et al. 2018 take 64); None: all."""
+    """Products per partial sum before the sums are added, at least 1 (Wang et al. 2018 use 64); None: all."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -34,13 +34,13 @@ class Accumulator(checks.Options):
             put(self, "chunk", checks.integer("accumulator.chunk", self.chunk, least=1))
 
     def describe(self) -> str:
-        """Return it in words, ``"1-6-9, in chunks of 64"``."""
+        """Return a text such as ``"1-6-9, in chunks of 64"``."""
         chunks = f", in chunks of {self.chunk}" if self.chunk else ""
         return self.format.name + (", with Kahan's compensation" if self.kahan else "") + chunks
 
 
 def find_accumulator(value: object) -> Accumulator | None:
-    """Return the option in canonical form: None, or an `Accumulator` of the format given."""
+    """Return the option ``accumulator`` in canonical form: None, or an `Accumulator`. Raises `ConfigError`."""
     if value is None or isinstance(value, Accumulator):
         return value
     return Accumulator(format=_format("format", value))

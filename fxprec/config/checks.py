@@ -1,4 +1,4 @@
-"""Checks of single option values: each returns the value in canonical form or raises `ConfigError`."""
+"""Check single option values: each function returns the value in canonical form or raises `ConfigError`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 class Options:
-    """Base of the dataclasses that hold options: a name that is unknown or missing is a `ConfigError`."""
+    """Base of dataclasses of options, whose constructor raises `ConfigError` for an unknown or missing name."""
 
     def __new__(cls, *args: object, **given: object) -> Self:
-        """Refuse names that are no option, and a call that leaves a required one out. Raises `ConfigError`."""
+        """Raise `ConfigError` for a name that is not an option, and for a missing required option."""
         known: dict[str, Field[object]] = cls.__dict__["__dataclass_fields__"]
         for name in given:
             if name not in known:
                 hint = did_you_mean(name, known)
                 raise ConfigError(f"{cls.__name__} has no option {name!r}{hint}; it has {', '.join(known)}")
-        for name, field in known.items() if given else ():  # a copy or a pickle gives none
+        for name, field in known.items() if given else ():  # copying and unpickling pass no options
             if name not in given and field.default is MISSING:
                 raise ConfigError(f"{cls.__name__} needs {name!r}, which is missing; add it")
         return super().__new__(cls)
@@ -58,7 +58,7 @@ def number(field: str, value: object, allowed: str) -> float:
 
 
 def above_zero(field: str, value: object, allowed: str, *, or_zero: bool = False) -> float:
-    """Return ``value`` as a finite float above 0, with ``or_zero`` of at least 0. Raises `ConfigError`."""
+    """Return ``value`` as a finite float above 0, or at least 0 with ``or_zero``. Raises `ConfigError`."""
     found = number(field, value, allowed)
     if not 0 <= found < math.inf or (found == 0 and not or_zero):
         raise ConfigError(f"{field} is {value!r}, out of range; give it {allowed}")
@@ -66,7 +66,7 @@ def above_zero(field: str, value: object, allowed: str, *, or_zero: bool = False
 
 
 def ratio(field: str, value: object, *, above_zero: bool = False) -> float | None:
-    """Return a number from 0 to 1 (with ``above_zero``, 0 excluded) or None. Raises `ConfigError`."""
+    """Return a number from 0 to 1 (without 0 if ``above_zero``) or None. Raises `ConfigError`."""
     if value is None:
         return None
     allowed = f"a number {'above 0 and up to 1' if above_zero else 'from 0 to 1'}, or None"
@@ -103,7 +103,7 @@ def path(field: str, value: object, what: str) -> str | None:
 def byte_size(field: str, value: object, *, or_zero: bool = False, or_else: str = "") -> int | None:
     """Return bytes (rounded down) from a positive int or text such as ``"12GiB"``, ``"512 MiB"``, ``"1.5GB"``.
 
-    ``or_else`` ends what an error allows. Raises `ConfigError`.
+    ``or_else`` is appended to the allowed values in the error message. Raises `ConfigError`.
     """
     if value is None or (or_zero and type(value) is int and value == 0):
         return value
@@ -122,7 +122,7 @@ def byte_size(field: str, value: object, *, or_zero: bool = False, or_else: str 
 
 
 def byte_size_or_share(field: str, value: object) -> int | str | None:
-    """Return bytes as `byte_size` does, or a share above 0 and up to 100 %, such as ``"60%"``. Raises `ConfigError`."""
+    """Return bytes like `byte_size`, or a share above 0% and up to 100% such as ``"60%"``. Raises `ConfigError`."""
     if not isinstance(value, str) or not value.rstrip().endswith("%"):
         return byte_size(field, value, or_else=", or a share, as text such as '60%'")
     number = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,20})?)\s*%\s*", value, re.ASCII)
@@ -132,7 +132,7 @@ def byte_size_or_share(field: str, value: object) -> int | str | None:
 
 
 def some_of(field: str, value: object, allowed: Sequence[str]) -> tuple[str, ...]:
-    """Return some of the allowed words, at least one, each once, in their own order. Raises `ConfigError`."""
+    """Return the allowed words in ``value``, at least one, each once, in ``allowed``'s order. Raises `ConfigError`."""
     words = (value,) if isinstance(value, str) else value
     choices = f"a tuple of some of {', '.join(map(repr, allowed))}"
     if not isinstance(words, list | tuple) or not words:

@@ -1,4 +1,4 @@
-"""`Config`: everything a user may ask for, validated before anything is compiled."""
+"""`Config`: all options that a user can set, validated before anything is compiled."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ LOWERINGS = ("auto", "triton", "inductor", "eager")
 class Config:
     """The options of ``torch.compile(model, backend="fxprec", options={...})``.
 
-    Frozen: derive another with `dataclasses.replace`. Values are stored in canonical form (bytes as ``int``,
-    patterns as a tuple, paths as text). Every mistake raises `ConfigError`.
+    A config is frozen: derive another with `dataclasses.replace`. Values are stored in canonical form (bytes as
+    ``int``, patterns as a tuple, paths as text). Every mistake raises `ConfigError`.
     """
 
     recipe: str | Recipe = "bf16"
@@ -48,63 +48,65 @@ class Config:
     ``"nvfp4"`` or a `Recipe` (see `recipes`)."""
 
     storage: Storage | None = None
-    """How values are stored: ``"native"`` hardware dtypes, ``"packed"`` integer codes of any format, ``"simulate"``
-    float32 carriers. None: native where every format of the recipe has a dtype (``hfp8`` has not), else simulate;
-    simulate under ``accumulator``."""
+    """How values are stored: as ``"native"`` hardware dtypes, as ``"packed"`` integer codes of any format, or as
+    ``"simulate"`` float32 carriers. None: simulate with ``accumulator`` or if torch lacks a dtype for a format of the
+    recipe (as for ``hfp8``), else native."""
 
-    compute: InitVar[str | None] = None  # an option of earlier versions: "high" is what real storage does
+    compute: InitVar[str | None] = None  # an option of earlier versions; native and packed storage do what "high" did
 
     policy: str | Policy = "size"
     """Which groups are low: ``"size"`` (largest first), ``"size-ascending"``, ``"random"``, ``"uniform"``,
-    ``"operator"``, ``"operator-io"``, ``"exact"``, or a function ``f(tensors, config) -> group ids``, all of
-    which become low. See docs/policies.md."""
+    ``"operator"``, ``"operator-io"``, ``"exact"``, or a function ``f(tensors, config) -> group ids`` that returns all
+    groups to make low. See docs/policies.md."""
 
     low_ratio: float | None = None
-    """Lower bound on the share of elements held low, 0 to 1. None, where the recipe has a low format and
-    there is no ``activation_budget``: 1, and 0.5 in storage ``simulate``, where every reader gets the rounded value."""
+    """Lower bound on the share of elements that are low, 0 to 1. None: if the recipe has a low format and neither
+    ``activation_budget`` nor ``plan`` is given, 1, or 0.5 in storage ``simulate``, where every reader gets the rounded
+    value."""
 
     activation_budget: int | str | None = None
-    """Instead of ``low_ratio``: bytes the tensors saved for backward may take, as int or ``"12GiB"``, ``"1.5GB"``.
-    In ``simulate`` storage: bytes they would take if packed."""
+    """Upper bound on the bytes saved for backward, in place of ``low_ratio``, as int or ``"12GiB"``, ``"1.5GB"``. In
+    storage ``simulate``: the bytes that packed storage would save."""
 
     peak_budget: int | str | None = None
-    """Upper bound on what a step holds at its peak: activations, temporaries and the gradients it makes. Parameters,
-    inputs and ``.grad`` of earlier micro-batches are there anyway and do not count. Bytes as int,
-    ``"12GiB"``, or ``"60%"`` of the step with everything kept in high precision."""
+    """Upper bound on a step's peak memory: activations, temporaries and the gradients that the step makes. Parameters,
+    inputs and ``.grad`` of earlier micro-batches do not count. Bytes as int or ``"12GiB"``, or ``"60%"`` of the peak
+    with everything kept in high precision."""
 
     ways: tuple[str, ...] | None = None
-    """How a peak budget may be met: ``"narrow"`` keeps values in the low format, ``"recompute"`` computes them again in
-    backward, ``"offload"`` moves them to host memory (on a GPU), ``"int4"`` and ``"int2"`` keep in that block format
-    what noise of mean 0 does no harm. None: narrow, recompute, and the recipe's block format where it has one. See
-    docs/memory.md."""
+    """How values may be kept to meet a peak budget: ``"narrow"`` keeps them in the low format, ``"recompute"``
+    recomputes them in backward, ``"offload"`` moves them to host memory (on a GPU), ``"int4"`` and ``"int2"`` keep
+    values that tolerate zero-mean noise in that block format. None: narrow, recompute, and the recipe's block format if
+    it has one. See docs/memory.md."""
 
     allocator: Literal["compact", "system"] | None = None
-    """Which allocator holds this process's CPU tensors: torch has one for all models. ``"system"``: torch's own.
-    ``"compact"``: tensors lie close together, so that resident memory follows what is live. None: compact under a
-    ``peak_budget``, else nothing changes. See docs/memory.md."""
+    """Allocator of CPU tensors; torch has one per process, for all models. ``"system"``: torch's own. ``"compact"``:
+    tensors are placed close together, so that resident memory follows live memory. None: compact under a
+    ``peak_budget``, else unchanged. See docs/memory.md."""
 
     cpu: str | None = None
     """Processor that models on a CPU are planned for: instruction set and 16-bit GEMMs, ``"avx2"``, ``"avx512+bf16"``.
-    Plans for one processor are equal on every machine. None: the processor at hand. See docs/limits.md."""
+    Plans for one processor are equal on every machine. None: this machine's processor. See docs/limits.md."""
 
     plan: str | os.PathLike[str] | None = None
     """A plan file to follow instead of solving; excludes ``low_ratio`` and ``activation_budget``."""
 
     keep_high: tuple[str, ...] | Literal["ends"] = ()
-    """Module-name patterns (`fnmatch`) of modules that make the tensors which stay high, or ``"ends"``: first GEMM and
-    last group. What a layer reads in backward is made by the module before it: a pattern that changes nothing warns."""
+    """Patterns (`fnmatch`) of modules whose tensors stay high, or ``"ends"``: the first GEMM and the last group. The
+    module before a layer makes the tensor that the layer reads in backward. A pattern without effect warns."""
 
     promote_above: float | None = 0.01
-    """Overflow ratio, above 0 up to 1, from which a forward tensor is promoted to high for good, and from which a
+    """Overflow ratio, above 0 and up to 1, from which a forward tensor is promoted to high for good, and from which a
     gradient's scale is lowered at once instead of at its next refresh. None: no promotion, and 0.01 for scales."""
 
     grad_scaling: Literal["auto", "none", "fixed", "dynamic"] | Scaling = "auto"
-    """How gradients are scaled into formats of a narrow range: ``"auto"`` or a `GradScaling`, each by itself;
-    ``"fixed"``, ``"dynamic"`` or a `LossScaling`, all by one loss scale (for comparison); ``"none"``: not."""
+    """How gradients are scaled into formats of a narrow range: with ``"auto"`` or a `GradScaling`, each by its own
+    scale; with ``"fixed"``, ``"dynamic"`` or a `LossScaling`, all by one loss scale (for comparison); ``"none"``: not
+    scaled."""
 
     accumulator: Accumulator | Format | str | None = None
-    """Format of every GEMM's partial sums, or an `Accumulator` with more options; storage ``simulate`` only, many times
-    slower. None: the device's own, float32."""
+    """Format of every GEMM's partial sums, or an `Accumulator` with more options; only in storage ``simulate``, and
+    many times slower. None: the device's own accumulator, float32."""
 
     lowering: Literal["auto", "triton", "inductor", "eager"] = "auto"
     """How casts become code: ``"inductor"`` expands them for Inductor (on CPUs: compiled kernels), ``"triton"``
@@ -112,55 +114,57 @@ class Config:
     each half of a graph, inductor or triton, whichever is estimated to take less time; on a CPU inductor."""
 
     gemms: Literal["auto", "low", "high"] = "auto"
-    """Which GEMMs multiply stored codes on a GPU: ``"auto"`` where the cost model says it pays (the plan's ``pays``),
-    ``"low"`` wherever a kernel can, ``"high"`` none. What is stored low does not change. See docs/gemm.md."""
+    """Which GEMMs multiply stored codes on a GPU: ``"auto"`` those that gain time by the cost model (the plan's
+    ``pays``), ``"low"`` all that have a kernel, ``"high"`` none. What is stored low does not change. See
+    docs/gemm.md."""
 
     fast_accum: bool | None = None
-    """Whether fp8 tensor cores add up a GEMM over codes in fewer bits than float32 (``use_fast_accum`` of
+    """Whether fp8 tensor cores accumulate a GEMM over codes in fewer bits than float32 (``use_fast_accum`` of
     `torch._scaled_mm`), which is faster on Hopper. None: in forward, and not for gradients. See docs/gemm.md."""
 
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    """Inductor's mode, as ``torch.compile(mode=...)`` gives it too: CUDA graphs, autotuning."""
+    """Inductor's mode (CUDA graphs, autotuning); ``torch.compile(mode=...)`` also sets it."""
 
     dump: str | os.PathLike[str] | None = None
-    """Folder for inspection dumps, or None: then the environment's ``FXPREC_DUMP``, if set. See docs/inspect.md."""
+    """Folder for inspection dumps. None: the environment variable ``FXPREC_DUMP``, if set. See docs/inspect.md."""
 
     dump_tensors: tuple[str, ...] | None = None
     """Patterns ``"module:kind"`` of tensors to write into the dump folder, such as ``("layers.3.*:grad_output",)``.
-    Kinds are ``output``, ``param``, ``grad_output``, ``grad_param``; without one, all. See docs/doctor.md."""
+    Kinds are ``output``, ``param``, ``grad_output``, ``grad_param``; without a kind, all. See docs/doctor.md."""
 
     dump_every: int | None = None
-    """Steps from one dump of tensors to the next, the first step's being the first; None: 100."""
+    """Steps from one dump of tensors to the next; the first step is dumped. None: 100."""
 
     dump_limit: int | str | None = None
-    """Bytes of tensors that one graph writes, as int or ``"12GiB"``; beyond, and with 0 always, only statistics and
-    hashes. None: 1 GiB."""
+    """Bytes of tensors that one graph writes per dumped step, as int or ``"12GiB"``. Tensors beyond the limit, or all
+    with 0, are written as statistics and hashes only. None: 1 GiB."""
 
     watch_every: int | None = None
-    """Steps from one look at rounding and attention to the next, the first step's being the first, or None: no look.
-    ``"biased"`` events name casts whose rounding is off on average, ``"logit-growth"`` attention whose logits grow. A
-    step that is looked at takes as long as an eager one. See docs/doctor.md."""
+    """Steps from one check of rounding and attention to the next; the first step is checked. None: no checks.
+    ``"biased"`` events name casts whose rounding errors have a non-zero mean, ``"logit-growth"`` events attention whose
+    logits grow. A checked step takes as long as an eager step. See docs/doctor.md."""
 
     strict: bool = False
-    """Whether anything that would be left out is an error (`FallbackError`) and not a warning."""
+    """Whether a request that cannot be fulfilled is an error (`FallbackError`) instead of a warning."""
 
     grouping: GroupingName = "execution"
-    """How operators form groups: ``"execution"``, a new group at each GEMM that runs, as in the paper; ``"dataflow"``,
-    the connected regions of the graph without its GEMMs. A plan brings its own. See docs/policies.md."""
+    """How operators form groups: ``"execution"`` starts a new group at each GEMM that runs, as in the paper;
+    ``"dataflow"`` takes the connected regions of the graph without its GEMMs. A given plan has its own grouping. See
+    docs/policies.md."""
 
     seed: int = 0
     """Seed of policy ``"random"``, at least 0."""
 
     on_nonfinite: Literal["report", "raise", "ignore"] | None = None
-    """What to do when a tensor holds an inf or a NaN, before the next step begins: ``"report"`` warns of the first, in
-    the order of execution, that left its range; ``"raise"`` raises `NonfiniteError`; both watch every stored tensor.
-    None: an event, from the statistics of those in 8 bits. ``"ignore"``: nothing. See docs/doctor.md."""
+    """What happens before the next step begins if a tensor has an inf or a NaN. ``"report"`` warns of the first tensor,
+    in execution order, that left its range; ``"raise"`` raises `NonfiniteError`; both watch every stored tensor. None
+    notes an event, from the statistics of tensors in 8 bits. ``"ignore"`` does nothing. See docs/doctor.md."""
 
     verify: bool = False
-    """Whether each kernel's first output is compared with the reference (first step slow); wrong ones are left out."""
+    """Whether to compare each kernel's first output with the reference (first step slow) and drop wrong kernels."""
 
     def __new__(cls, *args: object, **options: object) -> Self:
-        """Refuse names that are no option. Raises `ConfigError` with the nearest right one."""
+        """Raise `ConfigError` for a name that is not an option, with the nearest known name."""
         _refuse_unknown(options)
         return super().__new__(cls)
 
@@ -209,13 +213,13 @@ class Config:
         refuse_contradictions(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the options of a pickle, one of an earlier version too. Raises `ConfigError` for one that is gone."""
+        """Restore a pickle, also of an earlier version. Raises `ConfigError` for a removed option value."""
         _check_compute(state.get("compute"), state["storage"])
         self.__dict__.update({name: value for name, value in state.items() if name != "compute"})
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> Self:
-        """Return the config of ``torch.compile``'s ``options``; None means no options. Raises `ConfigError`."""
+        """Return the config for ``torch.compile``'s ``options``; None means no options. Raises `ConfigError`."""
         if options is None:
             return cls()
         if not isinstance(options, Mapping):
@@ -226,7 +230,7 @@ class Config:
         return cls(**options)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data; a recipe by its format names, a policy function by its qualified name."""
+        """Return plain JSON data, with a recipe as its format names and a policy function as its qualified name."""
         values = {name: getattr(self, name) for name in _names()}
         if callable(self.policy):
             values["policy"] = policy_name(self.policy)
@@ -244,7 +248,7 @@ class Config:
 
 
 def policy_name(policy: str | Policy) -> str:
-    """Return a policy's name; of a function ``module:qualname``."""
+    """Return a policy's name, or ``module:qualname`` of a policy function."""
     if isinstance(policy, str):
         return policy
     owner = policy if hasattr(policy, "__qualname__") else type(policy)
@@ -285,7 +289,7 @@ ALLOWED: Mapping[str, str] = {
     "on_nonfinite": "'report', 'raise', 'ignore' or None",
     "verify": "True or False",
 }
-"""What each option takes, in words."""
+"""The allowed values of each option, as text for error messages."""
 
 
 def _refuse_unknown(options: Mapping[str, object]) -> None:
@@ -307,7 +311,7 @@ def _check_policy(policy: object) -> None:
 
 
 def _check_compute(compute: object, storage: str | None) -> None:
-    """Accept ``"high"``, which real storage does; raise `ConfigError` for what earlier versions took."""
+    """Accept ``"high"``, which native and packed storage do anyway; raise `ConfigError` for any other value."""
     if compute is None:
         return
     if compute == "stored":
@@ -334,7 +338,7 @@ def _patterns(value: object) -> tuple[str, ...] | Literal["ends"]:
 
 
 def _refuse_blocks(config: Config, recipe: Recipe) -> None:
-    """Raise `ConfigError` where nothing could be stored in the recipe's block format, or one of ``ways``."""
+    """Raise `ConfigError` if no tensor could be stored in the block format of the recipe or of ``ways``."""
     asked = [way for way in config.ways or () if way in BLOCK_WAYS]
     if asked and recipe.lo_forward == recipe.hi:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What options may not be given together."""
+"""Refuse options that contradict each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def without_dtype(recipe: Recipe) -> list[str]:
 
 
 def check_storage(storage: str, recipe: Recipe) -> None:
-    """Raise `ConfigError` where torch cannot hold a recipe's formats in a storage."""
+    """Raise `ConfigError` if the storage is native and torch has no dtype for a format of the recipe."""
     missing = without_dtype(recipe)
     if storage == "native" and missing:
         raise ConfigError(
@@ -27,7 +27,7 @@ def check_storage(storage: str, recipe: Recipe) -> None:
 
 
 def refuse_contradictions(config: Config) -> None:
-    """Raise `ConfigError` where an option leaves another one nothing to do, or asks for something else."""
+    """Raise `ConfigError` if an option makes another option useless or contradicts it."""
     if config.mode != "default" and config.lowering == "eager":
         raise ConfigError(
             f"mode={config.mode!r} tunes Inductor, which lowering='eager' does not run; leave one of them out"

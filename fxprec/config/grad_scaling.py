@@ -1,4 +1,4 @@
-"""How gradients are scaled into their format: option ``grad_scaling``."""
+"""The scaling of gradients into the range of their format: option ``grad_scaling``."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fxprec.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class GradScaling(checks.Options):
-    """A scale of its own for every gradient (Zhao et al. 2020; docs/algorithms.md, "Gradient scaling").
+    """One scale for each gradient (Zhao et al. 2020; docs/algorithms.md, "Gradient scaling").
 
     Raises `ConfigError` for a value out of range.
     """
 
     underflow: float = 1e-3
-    """Share of a gradient's non-zero elements that may round to zero, between 0 and 1 (their gamma)."""
+    """Share of a gradient's non-zero elements that may round to zero, between 0 and 1 (the paper's gamma)."""
     interval: int = 100
     """Steps between two refreshes of the scales, at least 1."""
     estimate: Literal["statistical", "histogram"] = "statistical"
-    """``"statistical"`` assumes the paper's distributions; ``"histogram"`` counts exponents and assumes nothing."""
+    """``"statistical"`` assumes the paper's distributions; ``"histogram"`` counts exponents without an assumption."""
 
     def __post_init__(self) -> None:
         underflow = checks.number("grad_scaling.underflow", self.underflow, "a number between 0 and 1, both excluded")
@@ -35,22 +35,23 @@ class GradScaling(checks.Options):
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaling(checks.Options):
-    """One scale for all gradients: the baseline (Micikevicius et al. 2018).
+    """One scale for all gradients, as a baseline (Micikevicius et al. 2018).
 
-    A dynamic scale grows after ``growth_interval`` steps without overflow; on overflow it backs off and the
-    optimizer step is skipped, which waits for the device in every step. Raises `ConfigError` for a value out of range.
+    A dynamic scale grows after ``growth_interval`` steps without overflow. On overflow the scale is reduced and the
+    optimizer step is skipped; to know this, every step waits for the device. Raises `ConfigError` for a value out of
+    range.
     """
 
     initial: float = 65536.0
     """The scale at the start, a power of two from 2**-60 to 2**60."""
     dynamic: bool = True
-    """Whether the scale changes; otherwise ``initial`` stays and the next three are not used."""
+    """Whether the scale changes; otherwise the scale stays ``initial`` and the next three options are unused."""
     growth: float = 2.0
     """Factor of growth, a power of two above 1."""
     backoff: float = 0.5
     """Factor on overflow, a power of two below 1."""
     growth_interval: int = 2000
-    """Steps without overflow before the scale grows, at least 1; the papers take those of one epoch."""
+    """Steps without overflow before the scale grows, at least 1; the papers use the steps of one epoch."""
 
     def __post_init__(self) -> None:
         for name, low, high in (("initial", -60, 60), ("growth", 1, 60), ("backoff", -60, -1)):

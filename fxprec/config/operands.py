@@ -1,4 +1,4 @@
-"""`Operands`: the block formats that matrix products with a parameter round their operands to."""
+"""`Operands`: the block formats of the operands of matrix products with a parameter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxprec.numerics.blocks import BlockFormat, find_blocks
 
 Product: TypeAlias = Literal["forward", "input_grad", "weight_grad"]
 _LARGEST_SIDE = 64
-"""Largest n of a square: a square is a block of n x n elements, and the largest block has 4096."""
+"""Largest n of a square: a square is a block of n x n elements, and the largest block has 4096 elements."""
 TURNS = (16, 32, 64, 128)
 """Sizes of the Hadamard matrix of `Operands.eden`."""
 PRODUCTS: tuple[Product, ...] = ("forward", "input_grad", "weight_grad")
@@ -21,34 +21,33 @@ PRODUCTS: tuple[Product, ...] = ("forward", "input_grad", "weight_grad")
 
 @dataclass(frozen=True, kw_only=True)
 class Operands(Options):
-    """Block formats of the operands of each product of a layer, along the dimension that the product sums over.
+    """Block formats of the operands of each product of a layer, in blocks along the dimension that the product reduces.
 
     A format is a `BlockFormat` or its name; None leaves the product's operands in ``hi``. Raises `ConfigError` for a
-    format without blocks, for integers in blocks, and for an option that no product takes part in.
+    format without blocks, for integers in blocks, and for an option that affects no product.
     """
 
     forward: BlockFormat | None = None
-    """Format of input and weight in the product that gives the layer's result."""
+    """Format of input and weight in the forward product."""
     input_grad: BlockFormat | None = None
-    """Format of incoming gradient and weight in the product that gives the gradient of the input."""
+    """Format of incoming gradient and weight in the product that computes the input's gradient."""
     weight_grad: BlockFormat | None = None
-    """Format of incoming gradient and input in the gradient of the weight; blocks lie along the tokens."""
+    """Format of incoming gradient and input in the weight gradient's product; blocks run along the tokens."""
     square_weights: bool = False
-    """Whether a weight's scale is shared by a square of n x n elements instead of a row of n: forward and backward then
+    """Whether a square of n x n weight elements shares a scale, instead of a row of n. Forward and backward then
     multiply the same rounded weight (arXiv 2509.25149)."""
     hadamard: bool = False
-    """Whether both operands of a weight's gradient are first multiplied, 16 tokens at a time, by a random Hadamard
-    matrix: it spreads outliers over 16 elements, and cancels in the product (arXiv 2509.25149)."""
+    """Whether both operands of the weight gradient are first multiplied, 16 tokens at a time, by a random Hadamard
+    matrix. The matrix spreads outliers over 16 elements, and cancels in the product (arXiv 2509.25149)."""
     stochastic: bool = False
-    """Whether incoming gradients are rounded at random, so that their mean is exact, and not to nearest."""
+    """Whether incoming gradients are rounded stochastically, so that their mean is exact, instead of to nearest."""
     eden: int = 0
-    """Elements of a turned vector, 16, 32, 64 or 128: both operands of the gradients' products are multiplied by a
-    random Hadamard matrix of this size, rounded to nearest, and the scales of each vector's blocks corrected and
-    rounded at random (MS-EDEN, arXiv 2601.22813, which has 128). 0: not. It takes the place of ``hadamard`` and
-    ``stochastic``."""
+    """Size of a random Hadamard matrix, 16, 32, 64 or 128, or 0 for none. Both operands of the gradients' products are
+    multiplied by the matrix and rounded to nearest; the scales of each vector's blocks are corrected and rounded
+    stochastically (MS-EDEN, arXiv 2601.22813, which uses 128). Replaces ``hadamard`` and ``stochastic``."""
     high_after: int = 0
     """Training steps after which all products multiply operands in ``hi``, for the end of a training (arXiv 2509.25149,
-    appendix D). The graph is compiled again once. 0: never."""
+    appendix D). The graph is recompiled once. 0: never."""
 
     def __post_init__(self) -> None:
         for name in PRODUCTS:
@@ -102,7 +101,7 @@ class Operands(Options):
                 )
 
     def to_dict(self) -> dict[str, str | bool | int]:
-        """Return names of formats and the options that are set."""
+        """Return the names of the formats, and the options that are set."""
         formats = {name: fmt.name for name in PRODUCTS if (fmt := getattr(self, name)) is not None}
         return formats | {name: value for name in (*_FLAGS, *_NUMBERS) if (value := getattr(self, name))}
 
@@ -112,7 +111,7 @@ _FLAGS = tuple(f.name for f in fields(Operands) if f.name not in (*PRODUCTS, *_N
 
 
 def eden_refusal(fmt: BlockFormat, size: int) -> str | None:
-    """Return why the scales of a format cannot be corrected, each ``size`` elements by one factor, or None."""
+    """Return why a format's scales cannot be corrected by one factor per ``size`` elements, or None if they can."""
     if fmt.has_power_scale:
         return f"the scales of {fmt.name} are powers of two, which cannot be corrected by a few percent"
     if fmt.block > size:
@@ -121,7 +120,7 @@ def eden_refusal(fmt: BlockFormat, size: int) -> str | None:
 
 
 def operand_format(name: str, value: object) -> BlockFormat | None:
-    """Return a product's format. Raises `ConfigError`."""
+    """Return the block format of a product's operands, or None. Raises `ConfigError` for an unsuitable format."""
     if value is None or value == "":
         return None
     if not isinstance(value, BlockFormat | str):
@@ -139,7 +138,7 @@ def operand_format(name: str, value: object) -> BlockFormat | None:
 
 
 def find_operands(value: Operands | Mapping[str, Any] | None) -> Operands | None:
-    """Return the operands of a recipe, given as such or as a mapping. Raises `ConfigError`."""
+    """Return a recipe's `Operands`, given as such, as a mapping, or None. Raises `ConfigError` for other values."""
     if value is None or isinstance(value, Operands):
         return value
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):

@@ -1,4 +1,4 @@
-"""`Processor`: what passes know of a CPU. It is data, so a plan can be made for another machine's."""
+"""`Processor`: the facts of a CPU that passes use, as data, so that a plan can be made for another machine's CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxprec import compat
 from fxprec.errors import ConfigError, did_you_mean
 
 PORTABLE = "portable"
-"""No processor: operands and results of GEMMs stay float32, so every CPU computes the same, and no GEMM rounds."""
+"""No specific processor: operands and results of GEMMs stay float32, so every CPU gives the same numbers."""
 
 VECTORS = ("default", "avx2", "avx512", "sve256", "vsx", "zvector", PORTABLE)
 """Instruction sets of torch's CPU kernels; ``"default"`` is the compiler's baseline."""
@@ -22,12 +22,12 @@ GEMMS: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float1
 
 @dataclass(frozen=True)
 class Processor:
-    """Instruction set, the 16-bit dtypes whose matrices it multiplies by instructions of its own, threads in use."""
+    """A CPU: its instruction set, the 16-bit dtypes that it has GEMM instructions for, and the threads in use."""
 
     vectors: str
     gemms: frozenset[torch.dtype] = frozenset()
     threads: int = 1
-    """A library's kernel takes memory of its own in each, which is part of the peak."""
+    """Number of threads; library kernels allocate workspace in each thread, which is part of the peak."""
 
     @classmethod
     def here(cls) -> Self:
@@ -55,7 +55,7 @@ class Processor:
         return cls(vectors, frozenset(GEMMS[gemm] for gemm in gemms), int(threads or 1))
 
     def __str__(self) -> str:
-        """Return a text that `parse` reads; one thread is not said."""
+        """Return a text that `parse` reads; a single thread is omitted."""
         text = "+".join((self.vectors, *(name for name, dtype in GEMMS.items() if dtype in self.gemms)))
         return text if self.threads == 1 else f"{text}:{self.threads}"
 

@@ -1,4 +1,4 @@
-"""Named recipes: which formats a training step uses, by role (docs/algorithms.md, "Demotion and promotion")."""
+"""Recipes: the formats that a training step uses, by role (docs/algorithms.md, "Demotion and promotion")."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from fxprec.numerics.formats import Format, parse
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Options):
-    """Formats by role. Every field takes a `Format` or its name.
+    """Formats by role. Every format field takes a `Format` or its name.
 
     Raises `ConfigError` for an unknown format, and for a low format wider than ``hi``.
     """
 
     hi: Format
-    """Every tensor that is not low."""
+    """Format of every tensor that is not low."""
     lo_forward: Format
-    """Low outputs and parameters."""
+    """Format of low outputs and parameters."""
     lo_backward: Format
-    """Low output gradients."""
+    """Format of low output gradients."""
     weight_grad: Format = None  # type: ignore[assignment]  # __post_init__ makes it hi
-    """Parameter gradients, low or not; ``hi`` when left out."""
+    """Format of parameter gradients, low or not; ``hi`` by default."""
     saved: BlockFormat | None = None
-    """Low outputs that backward reads only to make gradients of weights, where it has fewer than 8 bits; from 8 bits
-    on, all that only backward reads (docs/compute.md, "Fewer than 8 bits"). None: ``lo_forward``. In native and
-    packed storage."""
+    """Block format of saved copies, in native and packed storage. With fewer than 8 bits: of low outputs that backward
+    reads only for gradients of weights. With 8 bits or more: of all low outputs that only backward reads
+    (docs/compute.md, "Fewer than 8 bits"). None: ``lo_forward``."""
     operands: Operands | None = None
     """Block formats that GEMMs with a parameter round their operands to (docs/compute.md, "Operands in blocks"). None:
-    none does."""
+    no GEMM rounds operands."""
     pure: bool = False
-    """Whether weights must have ``hi``'s dtype already, so that no wider copy of anything exists."""
+    """Whether weights must already have ``hi``'s dtype, so that no tensor has a wider copy."""
     smooth_swiglu: bool = False
-    """Whether channels of silu(g) * u that are far larger than most are scaled by powers of two in front of linear
-    layers, and the weights the other way (arXiv 2409.12517; docs/compute.md, "Channels of SwiGLU")."""
+    """Whether channels of silu(g) * u that are far larger than most are scaled by powers of two before linear layers,
+    and the weights by the inverse (arXiv 2409.12517; docs/compute.md, "Channels of SwiGLU")."""
     name: str = "custom"
-    """What plans and reports call it."""
+    """Name of the recipe in plans and reports."""
 
     def __post_init__(self) -> None:
         if self.weight_grad is None:
@@ -67,12 +67,12 @@ class Recipe(Options):
 
     @property
     def has_low(self) -> bool:
-        """Whether low differs from high for any role; otherwise there is nothing to choose."""
+        """Whether the low format of a role differs from ``hi``; otherwise a policy has nothing to choose."""
         return self.lo_forward != self.hi or self.lo_backward != self.hi
 
     @property
     def formats(self) -> tuple[Format, ...]:
-        """Every format a tensor of this recipe can have, each once."""
+        """The formats of all roles, each once."""
         return tuple(dict.fromkeys(getattr(self, role) for role in FORMAT_ROLES))
 
     def format_of(self, kind: str, *, low: bool) -> Format:
@@ -84,7 +84,7 @@ class Recipe(Options):
         return self.lo_backward if kind == "grad_output" else self.lo_forward
 
     def to_dict(self) -> dict[str, str | bool | dict[str, str | bool]]:
-        """Return names: ``{"name": "fp8", "hi": "bf16", ...}``, and the flags that are set."""
+        """Return the names of the formats, ``{"name": "fp8", "hi": "bf16", ...}``, and the flags that are set."""
         formats = {role: getattr(self, role).name for role in FORMAT_ROLES}
         saved = {} if self.saved is None else {"saved": self.saved.name}
         operands = {} if self.operands is None else {"operands": self.operands.to_dict()}
@@ -135,44 +135,44 @@ def _every_product(format: str, **options: bool) -> Operands:
 
 
 FP32 = _same("fp32")
-"""Plan nothing and change nothing: bit-identical to plain Inductor. No saving."""
+"""float32 everywhere: nothing is planned or rounded, results equal plain Inductor's bit for bit, no memory is saved."""
 
 BF16 = _same("bf16")
-"""16 bits everywhere with float32's range: half the memory, no overflow; 8 significant bits of accuracy."""
+"""bf16 everywhere: half the memory, float32's range without overflow, 8 significant bits."""
 
 BF16_PURE = _same("bf16", "bf16-pure", pure=True)
-"""Weights in bf16 too (Zamirai et al. 2020): call ``model.bfloat16()`` and train with `fxprec.optim`, whose stochastic
-rounding or Kahan summation keeps small updates. No float32 copy of any tensor; norms and softmax keep their row
-statistics in float32."""
+"""bf16 everywhere, weights included (Zamirai et al. 2020): call ``model.bfloat16()`` and train with `fxprec.optim`,
+whose stochastic rounding or Kahan summation preserves small updates. No tensor has a float32 copy; norms and softmax
+compute their row statistics in float32."""
 
 FP16 = _same("fp16")
-"""16 bits everywhere, 11 significant bits: more accurate than bf16, but gradients need scaling."""
+"""fp16 everywhere: 11 significant bits, more accurate than bf16, but gradients need scaling."""
 
 FP8 = Recipe(name="fp8", hi=parse("bf16"), lo_forward=parse("e4m3fn"), lo_backward=parse("e5m2_sat"))
-"""Hardware FP8: low tensors take half of bf16's memory and run on FP8 tensor cores; the accuracy lost grows
-with ``low_ratio``. Gradients saturate: one beyond e5m2's range is counted and rescaled, not turned into inf."""
+"""Hardware FP8: low tensors take half of bf16's memory and run on FP8 tensor cores; the loss of accuracy grows with
+``low_ratio``. A gradient beyond e5m2's range saturates instead of becoming inf; it is counted and rescaled."""
 
 HFP8 = Recipe(name="hfp8", hi=parse("1-6-9"), lo_forward=parse("1-4-3+4"), lo_backward=parse("1-5-2"))
-"""The formats of Sun et al. 2019 as used by Lee et al. 2023: for comparison with the papers; no hardware has
-them, so it is simulated unless ``storage="packed"`` stores their codes."""
+"""The formats of Sun et al. 2019 as used by Lee et al. 2023, for comparison with the papers. No hardware has these
+formats, so they are simulated unless ``storage="packed"`` stores their codes."""
 
 MXFP8 = _same("bf16", "mxfp8", operands=_every_product("e4m3fn/32:e8m0up"))
-"""bf16, and GEMMs with a parameter multiply MXFP8: e4m3 in blocks of 32 that share a power of two, rounded up so that
-nothing saturates (arXiv 2506.08027). Stored tensors stay in 16 bits. GPUs from compute capability 10.0 on multiply the
-codes; elsewhere values are rounded as they would, and multiplied in 16 bits."""
+"""bf16, but GEMMs with a parameter multiply MXFP8 operands: e4m3 in blocks of 32 that share a power of two, rounded up
+so that nothing saturates (arXiv 2506.08027). Stored tensors stay in 16 bits. GPUs from compute capability 10.0 on
+multiply the codes; other devices round values in the same way and multiply them in 16 bits."""
 
 NVFP4 = _same("bf16", "nvfp4", operands=_every_product("nvfp4", square_weights=True, hadamard=True, stochastic=True))
-"""bf16, and GEMMs with a parameter multiply NVFP4: 4 bits in blocks of 16 with an e4m3 scale, as NVIDIA trains (arXiv
-2509.25149): weights in 16 x 16 squares, gradients rounded at random, weight gradients through a Hadamard matrix. Keep
-some layers high: ``keep_high``. Multiplied as ``mxfp8`` is."""
+"""bf16, but GEMMs with a parameter multiply NVFP4 operands: 4 bits in blocks of 16 with an e4m3 scale, with NVIDIA's
+training recipe (arXiv 2509.25149): weights in 16 x 16 squares, stochastic rounding of gradients, a Hadamard matrix for
+weight gradients. Keep some layers high with ``keep_high``. Devices multiply as for ``mxfp8``."""
 
 RECIPES = MappingProxyType({r.name: r for r in (FP32, BF16, BF16_PURE, FP16, FP8, HFP8, MXFP8, NVFP4)})
 
 
 def find_recipe(recipe: str | Recipe) -> Recipe:
-    """Return the recipe itself or the one of that name; ``"fp8+int4"`` is ``fp8`` with ``saved="int4"``.
+    """Return the given recipe, or the recipe with that name; ``"fp8+int4"`` is ``fp8`` with ``saved="int4"``.
 
-    Raises `ConfigError`.
+    Raises `ConfigError` for an unknown name.
     """
     if isinstance(recipe, Recipe):
         return recipe

@@ -1,4 +1,4 @@
-"""`Settings`: what is in force where a `Config` says what was asked for; names and defaults are resolved once."""
+"""`Settings`: the values in force, resolved once from the names and defaults of a `Config`."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from fxprec.numerics.formats import Format
 
 @dataclass(frozen=True)
 class PeakBudget:
-    """Bytes, or a share of a step with everything kept in high precision."""
+    """A peak budget in bytes, or as a share of the step's peak with everything kept in high precision."""
 
     asked: int | str
 
     @property
     def is_share(self) -> bool:
-        """Say whether the budget is a share of a step, and no number of bytes."""
+        """Whether the budget is a share of a step's peak instead of a number of bytes."""
         return not isinstance(self.asked, int)
 
     def bytes_of(self, high: int) -> int:
-        """Return the bytes, of a step whose peak is ``high`` with everything kept."""
+        """Return the budget in bytes. ``high``: the step's peak with everything kept in high precision, in bytes."""
         return self.asked if isinstance(self.asked, int) else int(high * Fraction(self.asked.rstrip("%")) / 100)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the passes, the driver and the runtime follow."""
+    """The resolved options that the passes, the driver and the runtime use."""
 
     asked: Config
     recipe: Recipe
     storage: Storage
     low_ratio: float | None
-    """As given, or the default; None under a budget or a plan, which take its place."""
+    """The given ratio or the default; None under an activation budget or a plan, which replace the ratio."""
     activation_budget: int | None
     """Bytes."""
     peak_budget: PeakBudget | None
     ways: tuple[str, ...]
-    """How a peak budget may be met."""
+    """The ways to keep a value that may be used to meet a peak budget."""
     is_compact: bool
-    """Whether the compact allocator is to hold CPU tensors, where it can."""
+    """Whether CPU tensors should be in the compact allocator, if it can be installed."""
     grad_scaling: Scaling | None
     accumulator: Accumulator | None
     processor: Processor
-    """What runs a model that is on a CPU: the one asked for, or the one at hand."""
+    """The processor that a model on a CPU is planned for: the requested one, or this machine's."""
 
     @classmethod
     def of(cls, asked: Config) -> Self:
-        """Resolve what a user asked for."""
+        """Resolve the names and defaults of a config."""
         recipe, accumulator = find_recipe(asked.recipe), find_accumulator(asked.accumulator)
         budget, scaling = asked.activation_budget, asked.grad_scaling
         assert not isinstance(budget, str), "stored in canonical form"
@@ -75,12 +75,12 @@ class Settings:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether values stay in float32 and only their numbers are those of the formats."""
+        """Whether values are stored in float32, rounded to the numbers of their formats."""
         return self.storage == "simulate"
 
     @property
     def rounds_anything(self) -> bool:
-        """Whether any tensor can end up in another format than float32."""
+        """Whether any tensor can be rounded to another format than float32."""
         rounds_in_gemms = self.accumulator is not None or self.recipe.operands is not None
         return rounds_in_gemms or any(fmt.name != "fp32" for fmt in self._formats_used())
 
@@ -89,8 +89,9 @@ class Settings:
         return recipe.formats if recipe.has_low and self.low_ratio != 0 else (recipe.hi, recipe.weight_grad)
 
 
-# Where every reader gets the rounded value, accuracy falls as the ratio grows: the middle of the paper's range (Lee et
-# al. 2023, section 5.3). Where operators read values it does not (docs/policies.md): all that is stored.
+# In simulation every reader gets the rounded value, so accuracy falls as the ratio grows: use the middle of the paper's
+# range (Lee et al. 2023, section 5.3). In real storage operators read unrounded values, so accuracy does not fall
+# (docs/policies.md): make all stored tensors low.
 SIMULATED_LOW_RATIO, STORED_LOW_RATIO = 0.5, 1.0
 
 

@@ -1,4 +1,4 @@
-"""``dump_tensors``: which tensors a pattern such as ``layers.3.*:grad_output`` means."""
+"""Match tensors against patterns such as ``layers.3.*:grad_output``, for option ``dump_tensors``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ KINDS = ("output", "param", "grad_output", "grad_param")
 
 @dataclass(frozen=True)
 class TensorPattern:
-    """Tensors of a kind, by module or by name."""
+    """A pattern that matches tensors by kind, and by module or name."""
 
     where: str
-    """Module (then its submodules too) or tensor, by `fnmatch`."""
+    """`fnmatch` pattern of a tensor's name, or of a module that makes it or contains the module that does."""
     kind: str
     """One of `KINDS`, or ``""`` for all."""
 
@@ -28,14 +28,14 @@ class TensorPattern:
         return cls(where, kind) if colon else cls(kind, "")
 
     def takes(self, tensor: str, kind: str, module: str) -> bool:
-        """Say whether the pattern matches a tensor by its name, its module or a module around it, and its kind."""
+        """Return whether the pattern matches a tensor's kind, and its name, its module or a module around it."""
         parts = module.split(".")
         names = [tensor, *(".".join(parts[:n]) for n in range(1, len(parts) + 1))]
         return self.kind in ("", kind) and any(fnmatchcase(name, self.where) for name in names)
 
 
 def tensor_patterns(field: str, value: object) -> tuple[str, ...] | None:
-    """Return patterns as a tuple of texts, or None. Raises `ConfigError`."""
+    """Return patterns as a tuple of texts, or None. Raises `ConfigError` for a malformed pattern."""
     if value is None:
         return None
     allowed = f"a tuple of patterns 'module:kind', such as ('layers.3.*:grad_output',); kinds are {', '.join(KINDS)}"

@@ -31,7 +31,7 @@ class Gemm:
     pays: bool | None = None
     """Whether the GEMM, its backward included, multiplies stored codes; None if not decided (docs/gemm.md)."""
     why: str = ""
-    """The cost model's reason, or the option that decided."""
+    """The cost model's reason, or the option or given plan that decided."""
     forward: BlockFormatName = ""
     """Block format of the operands of the forward product; ``""``: the operands are multiplied in ``hi``."""
     input_grad: BlockFormatName = ""
