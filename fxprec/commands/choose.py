@@ -1,4 +1,4 @@
-"""``fxprec choose``: the largest low ratio that a small run of yours bears."""
+"""``fxprec choose``: find the largest low ratio that a small training run of the user tolerates."""
 
 from __future__ import annotations
 

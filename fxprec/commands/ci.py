@@ -1,4 +1,4 @@
-"""``fxprec ci``: a workflow that keeps numerics from regressing."""
+"""``fxprec ci``: print a GitHub Actions workflow that tests numerics for regressions."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _EXAMPLE = "fxprec[testing] @ git+https://host/owner/fxprec"
 
 
 def requirement() -> str:
-    """Return what pip installs this fxprec from, on any machine.
+    """Return the requirement with which pip installs this fxprec on any machine.
 
-    Raises `ConfigError` for one that was installed from a folder or file of this machine.
+    Raises `ConfigError` if this fxprec was installed from a local folder or file.
     """
     found = metadata.distribution("fxprec")
-    origin = json.loads(found.read_text("direct_url.json") or "{}")  # absent: from a package index
+    origin = json.loads(found.read_text("direct_url.json") or "{}")  # absent if installed from a package index
     if not origin:
         return f"fxprec[testing]=={found.version}"
     if "vcs_info" in origin:

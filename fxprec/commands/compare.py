@@ -1,4 +1,4 @@
-"""``fxprec compare``: where two runs part first."""
+"""``fxprec compare``: find the first tensor and step where two runs differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fxprec doctor``: which stored tensor does what damage, in which format, and what to do about it."""
+"""``fxprec doctor``: measure the damage of each stored tensor in each format, and recommend options."""
 
 from __future__ import annotations
 

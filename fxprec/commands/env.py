@@ -1,4 +1,4 @@
-"""``fxprec env``: what a report of an error needs to say of the machine."""
+"""``fxprec env``: print the facts of the machine that a bug report needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VARIABLES = (
     "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "NPY_DISABLE_CPU_FEATURES", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
     "KMP_", "CXX", "CUDA_VISIBLE_DEVICES", "PYTORCH_",
 )  # fmt: skip
-"""Beginnings of the names of environment variables that change what is compiled, or how it runs."""
+"""Prefixes of the environment variables that change what is compiled, or how code runs."""
 
 
 def env(as_json: AsJson = False) -> None:
@@ -32,7 +32,7 @@ def env(as_json: AsJson = False) -> None:
 def environment() -> dict[str, Any]:
     """Return the versions, the processor, the compiler, the GPU and the variables that numbers and code depend on."""
     variables = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)}
-    import torch  # only now: Inductor sets some of them
+    import torch  # imported after reading the variables, because Inductor sets some of them
 
     from fxprec import compat
     from fxprec.config.processor import Processor
@@ -59,7 +59,7 @@ def where_to_report() -> str:
 
 
 def _processor_name() -> str:
-    """Return the processor's name from Linux, or its architecture."""
+    """Return the processor's name from /proc/cpuinfo, or its architecture."""
     import platform
 
     try:

@@ -1,4 +1,4 @@
-"""``fxprec export``: a plan's forward formats as the config of an inference engine."""
+"""``fxprec export``: write a plan's forward formats as the config of an inference engine."""
 
 from __future__ import annotations
 

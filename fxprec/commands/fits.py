@@ -1,4 +1,4 @@
-"""``fxprec fits``: whether a training step fits a GPU's memory, who holds what, and the largest batch that fits."""
+"""``fxprec fits``: report whether a training step fits a GPU's memory, what uses it, and the largest fitting batch."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _maker(name: str, momentum: float, own: Mapping[str, Any]) -> Callable[[nn.M
 
 
 def _muon_and_adamw(model: nn.Module, own: Mapping[str, Any]) -> Sequence[Stepper]:
-    """Return a Muon for matrices that are no embedding's, and an AdamW for the rest."""
+    """Return a Muon for all matrices except embeddings, and an AdamW for the other parameters."""
     from torch.nn import Embedding
 
     from fxprec import optim
@@ -102,7 +102,7 @@ def _muon_and_adamw(model: nn.Module, own: Mapping[str, Any]) -> Sequence[Steppe
 def _lines(
     target: str, first: Answer, tried: Mapping[str, Sequence[Answer]], *, shows_sequence: bool = False
 ) -> list[str]:
-    """Return what people read: yes or no, who holds what at the peak, the step as a picture, the largest sizes."""
+    """Return the text output: yes or no, the memory at the peak by use, the step as a picture, the largest sizes."""
     from fxprec.passes.notice import readable
 
     sizes = f"batch {first.batch}" + (f", sequence {first.sequence}" if shows_sequence else "")
@@ -154,7 +154,7 @@ def _gib(size: int) -> str:
 
 
 def _data(first: Answer, tried: Mapping[str, Sequence[Answer]]) -> dict[str, Any]:
-    """Return what programs read; sizes are bytes."""
+    """Return the JSON output; sizes are bytes."""
     found: dict[str, Any] = {"fits": first.fits, "batch": first.batch, "sequence": first.sequence}
     found |= {"budget": first.budget, "why": first.why, "enough": first.enough}
     found |= {"reserved": first.reserved, "device": first.device, "not_done": list(first.told), "peak": None}

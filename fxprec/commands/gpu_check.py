@@ -1,4 +1,4 @@
-"""``fxprec gpu-check``: what to run first on a GPU."""
+"""``fxprec gpu-check``: check kernels, training and memory on a GPU; run this command first on a new GPU."""
 
 from __future__ import annotations
 

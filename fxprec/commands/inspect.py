@@ -1,4 +1,4 @@
-"""``fxprec dump``, ``diff``, ``explain`` and ``report``: looking at what was decided."""
+"""``fxprec dump``, ``diff``, ``explain`` and ``report``: make, compare, explain and show plans."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def dump(
 
 
 def _peak_line(plan: Plan) -> str:
-    """Return what a step holds, in words; a graph without a backward half has no planned peak."""
+    """Return a line on the step's planned peak; a graph without a backward half has none."""
     from fxprec.passes.notice import readable
 
     peak = plan.peak_bytes
@@ -81,7 +81,7 @@ def _peak_line(plan: Plan) -> str:
 
 
 def _empty(out: Path) -> None:
-    """Remove the graphs of an earlier dump, and nothing else."""
+    """Remove only the graphs of an earlier dump."""
     for old in out.glob("graph-*") if out.is_dir() else ():
         if (old / "00-joint.txt").exists():
             shutil.rmtree(old)

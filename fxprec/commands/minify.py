@@ -1,4 +1,4 @@
-"""``fxprec minify``: which tensor causes an error, and the smallest script that shows a failure."""
+"""``fxprec minify``: find the tensors that cause an error, and write a small script that shows a failure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def minify(
         raise ConfigError("--crash and --error-above are both given; choose the failure to reduce")
     if top < 1:
         raise ConfigError(f"--top is {top}; give at least 1")
-    # Promotion would take the error away after the first step.
+    # Promotion would remove the error after the first step.
     options: dict[str, Any] = {"recipe": recipe, "policy": policy, "lowering": lowering, "promote_above": None}
     options |= {"storage": storage} if storage else {}
     options |= {} if low_ratio is None else {"low_ratio": low_ratio}
@@ -74,7 +74,7 @@ def minify(
 
 
 def _refuse_what_fails_by_itself(case: Case, target: str) -> None:
-    """Raise `ConfigError` for a model that does not run uncompiled: no tensor held low is to blame."""
+    """Raise `ConfigError` for a model that fails uncompiled too, so that no low tensor is the cause."""
     from fxprec.report.target import line_of
 
     try:
@@ -100,7 +100,7 @@ def _failure(case: Case, config: Config, target: str, limit: float | None) -> Fa
 def _reduce(
     case: Case, failure: Failure, options: dict[str, Any], target: str, limit: float | None, out: Path, seed: int
 ) -> dict[str, Any]:
-    """Write the script; return what was reduced to what."""
+    """Reduce the failure and write the script; return the numbers of operators, the failure and the script's path."""
     from fxprec.minify.piece import capture
     from fxprec.minify.reduce import reduced
     from fxprec.minify.script import script

@@ -1,4 +1,4 @@
-"""Print for commands: JSON in place of a table, and lines on a command's progress."""
+"""Print the output of commands: JSON instead of a table, and progress lines."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def print_json(data: object) -> None:
-    """Print data as JSON: dataclasses by their fields, numbers that are not finite as text."""
+    """Print data as JSON: dataclasses as objects, non-finite numbers as text."""
     from fxprec.report.result import plain
 
     print(json.dumps(plain(data), indent=1, allow_nan=False))
 
 
 def teller(*, as_json: bool) -> Callable[[str], None]:
-    """Return a function that prints a line with the seconds since now, on standard error where JSON is printed."""
+    """Return a function that prints a line with the seconds since this call, on standard error if ``as_json``."""
     start, stream = time.perf_counter(), sys.stderr if as_json else sys.stdout
 
     def tell(line: str) -> None:
@@ -31,10 +31,10 @@ def teller(*, as_json: bool) -> Callable[[str], None]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Return the names of a comma-separated option."""
+    """Return the names in a comma-separated option."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def modules(text: str) -> tuple[str, ...] | Literal["ends"]:
-    """Return the value of ``--keep-high``: patterns of module names, or both ends of the model."""
+    """Return the value of ``--keep-high``: patterns of module names, or "ends"."""
     return "ends" if text == "ends" else names(text)

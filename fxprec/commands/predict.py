@@ -1,4 +1,4 @@
-"""``fxprec predict``: what 32-, 16- and 8-bit gradients cost on a link, and whether 8 bits pay."""
+"""``fxprec predict``: predict the step time with 32-, 16- and 8-bit gradients on a link, or a step on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fxprec.plan import Plan
     from fxprec.runtime.aps.predict import Layer, Prediction
 
-FORWARD_SHARE = 1 / 3  # of a step's computation: the backward pass does two products for each of the forward's
+FORWARD_SHARE = 1 / 3  # of a step's computation: backward computes two products for each product of forward
 
 
 def predict(
@@ -64,7 +64,7 @@ def predict(
 
 
 def layers_of(plan: Plan, step_seconds: float) -> list[Layer]:
-    """Return the plan's groups as layers: a step's seconds shared out by elements, a third of them forward."""
+    """Return the plan's groups as layers, with the step's seconds divided by elements, a third of them forward."""
     from fxprec.runtime.aps.predict import Layer
 
     total = sum(g.elements for g in plan.groups)
@@ -93,7 +93,7 @@ def _table(found: Sequence[Prediction], title: str) -> Table:
 
 
 def paper_rows() -> Iterator[dict[str, Any]]:
-    """Yield the rows of the paper's Tables 1 and 7: speedups predicted here, and those published."""
+    """Yield the rows of the paper's Tables 1 and 7: predicted and published speedups."""
     from fxprec.runtime.aps import predict_paper as p
 
     four = {bits: (p.four_gpu_speedup(bits), wanted) for bits, wanted in p.PUBLISHED_FOUR_GPUS.items()}

@@ -1,4 +1,4 @@
-"""``fxprec predict PLAN --gpu NAME``: whether low precision is worth it on a GPU, before anything is trained there."""
+"""``fxprec predict PLAN --gpu NAME``: predict a step on a GPU with and without low precision."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def show(plan: Plan, name: str, *, as_json: bool) -> None:
-    """Print the prediction. Raises `ConfigError` for a GPU without figures."""
+    """Print the prediction for a GPU. Raises `ConfigError` for a GPU whose figures are not known."""
     from fxprec.console import console_for
 
     known = known_gpus()
