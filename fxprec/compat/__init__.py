@@ -1,4 +1,4 @@
-"""Everything that depends on the torch or Triton version, in one place: torch 2.11 to 2.15, Triton 3.6 to 3.9."""
+"""All code that depends on torch's or Triton's version or private names: torch 2.11 to 2.15, Triton 3.6 to 3.9."""
 
 from __future__ import annotations
 

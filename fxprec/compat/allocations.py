@@ -1,8 +1,8 @@
-"""What a graph that Inductor compiled allocates and frees, read off the code it wrote for it.
+"""Replay the code that Inductor generated for a graph on fake tensors, to count what the code allocates and frees.
 
-Its function ``call`` is run statement by statement on fake tensors: buffers are made and deleted; what is called for
-its effect alone, as kernels are, is left out. So the bytes are those of the code as it is, order and reuse included,
-whether it was just compiled or comes from the cache.
+The code's function ``call`` is run statement by statement. Buffers are made and deleted; calls that only have an
+effect, such as kernel launches, are skipped. So the bytes include the code's order and its reuse of buffers, for code
+that was just compiled and for code from the cache.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 class NotReplayedError(Exception):
-    """The code does what is not understood here: it loops, reads a number from a tensor, is C++."""
+    """The generated code cannot be replayed: for example it has a loop, reads a number from a tensor, or is C++."""
 
 
 @dataclass
 class LiveBytes:
-    """The storages that live, each as long as something holds it, and the most bytes that did at once."""
+    """A count of the bytes of live storages, and their peak. A storage is live while it has a holder."""
 
     free: Collection[int] = ()
-    """Storages that are there anyway."""
+    """Storages that do not count, because they are live throughout the step."""
     device: str = "cpu"
-    """Device type whose storages count, "cpu" or "cuda"; of a GPU's step host memory does not count."""
+    """Device type whose storages count, "cpu" or "cuda"; in a GPU's step host memory does not count."""
     workspace: Callable[[str, Sequence[Tensor]], int] = lambda name, operands: 0
-    """Gives the bytes that an operator, ``"aten::mm"``, takes while it runs, beside its result."""
+    """Returns the bytes that an operator, such as ``"aten::mm"``, needs beside its result while it runs."""
     taken: Callable[[int], int] = int
-    """Gives the bytes that the allocator takes for a storage."""
+    """Returns the bytes that the allocator takes for a storage of a size."""
     peak: int = 0
     live: int = 0
     seen: list[int] = field(default_factory=list)
-    """What lived each time something was made."""
+    """Live bytes after each allocation, in order."""
     _holders: Counter[int] = field(default_factory=Counter)
 
     def hold(self, value: object) -> None:
-        """Count a holder of each storage in ``value``; the first holder makes it live."""
+        """Add a holder to each storage in ``value``; the first holder makes the storage live."""
         for storage, size in _storages(value, self.device):
             self._holders[storage] += 1
             if self._holders[storage] == 1 and storage not in self.free:
@@ -53,14 +53,14 @@ class LiveBytes:
         self._see(self.live)
 
     def drop(self, value: object) -> None:
-        """Take a holder of each storage in ``value`` away; without holders it is free."""
+        """Remove a holder from each storage in ``value``; a storage without holders is freed."""
         for storage, size in _storages(value, self.device):
             self._holders[storage] -= 1
             if not self._holders[storage] and storage not in self.free:
                 self.live -= self.taken(size)
 
     def run(self, name: str, operands: Sequence[Tensor]) -> None:
-        """Count what an operator takes while it runs."""
+        """Count the workspace of an operator while it runs."""
         self._see(self.live + self.workspace(name, operands))
 
     def _see(self, live: int) -> None:
@@ -69,14 +69,14 @@ class LiveBytes:
 
 
 def storages_of(values: Sequence[Any]) -> frozenset[int]:
-    """Return numbers that stand for the storages of fake tensors, as long as these live."""
+    """Return numbers that identify the storages of fake tensors, valid while the storages live."""
     return frozenset(storage for storage, _ in _storages(values))
 
 
 def storage_bytes(
     values: Sequence[Any], free: Collection[int], device: str | None = "cpu", taken: Callable[[int], int] = int
 ) -> int:
-    """Return the bytes ``taken`` for storages of tensors on a device, or any, each once, without those in ``free``."""
+    """Return the bytes ``taken`` for storages of tensors, each once, without ``free``. ``device`` None: any device."""
     return sum(taken(size) for storage, size in dict(_storages(values, device)).items() if storage not in free)
 
 
@@ -92,7 +92,7 @@ def _storages(value: object, device: str | None = None) -> Iterator[tuple[int, i
 
 
 def fakes_like(values: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
-    """Return new fake tensors of the sizes at hand, and numbers as they are."""
+    """Return new fake tensors with the values' sizes and strides (hints of symbolic ones), and numbers unchanged."""
     with mode:
         return [_fake_like(value) for value in values]
 
@@ -109,10 +109,10 @@ def _number(value: object) -> Any:
 
 
 def replayed(code: object, inputs: Sequence[Any], mode: FakeTensorMode, memory: LiveBytes) -> tuple[Any, ...]:
-    """Run the code of a compiled graph on fake ``inputs``, which it may free; return its results, which are held.
+    """Run the code of a compiled graph on fake ``inputs``, which it may free; return its results, which stay live.
 
-    Results share memory with each other and with inputs where they do in the compiled graph. Raises
-    `NotReplayedError`.
+    Results alias each other and inputs as in the compiled graph. Raises `NotReplayedError` for code that cannot be
+    replayed.
     """
     functions = _functions(getattr(code, "source_code", ""))
     shared: dict[str, Any] = {**_NAMES, **_constants(code, mode)}
@@ -127,7 +127,7 @@ def replayed(code: object, inputs: Sequence[Any], mode: FakeTensorMode, memory: 
 
 
 def _functions(source: str) -> list[ast.FunctionDef]:
-    """Return the function ``call`` and, where CUDA graphs are made of parts of the code, those parts in order."""
+    """Return the function ``call``, followed by the parts of the code that become CUDA graphs, in order."""
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
@@ -142,7 +142,7 @@ def _functions(source: str) -> list[ast.FunctionDef]:
 def _partition(
     function: ast.FunctionDef, shared: dict[str, Any], memory: LiveBytes, args: list[Any]
 ) -> tuple[Any, ...]:
-    """Run a part of the code on the list that its caller holds, and let go of what it does not return."""
+    """Run a part of the code on its caller's list of arguments, and free what the part does not return."""
     run = _Run({**shared, "args": args}, memory)
     for statement in function.body:
         run.execute(statement)
@@ -196,7 +196,7 @@ class _Run:
         self.names[name] = value
 
     def _run(self, expression: ast.expr) -> None:
-        """Count what a library's kernel takes while it runs."""
+        """Count the workspace of a library's kernel while it runs."""
         path = ast.unparse(expression.func) if isinstance(expression, ast.Call) else ""
         if (name := _library_call(path)) is None:
             return
@@ -207,12 +207,12 @@ class _Run:
     def _value(self, expression: ast.expr) -> Any:
         try:
             return eval(compile(ast.Expression(expression), "<compiled graph>", "eval"), self.names)
-        except Exception as error:  # whatever an operator raises of fake tensors
+        except Exception as error:  # operators may raise anything for fake tensors
             raise NotReplayedError(f"{ast.unparse(expression)}: {error}") from error
 
 
 def _library_call(path: str) -> str | None:
-    """Return the operator that an expression calls, as its schema names it; None where it is none of a library."""
+    """Return the schema name of the operator at ``path``; None if ``path`` is not a library's operator."""
     *namespaces, name = path.removesuffix(".default").split(".")
     if namespaces in (["extern_kernels"], ["aten"]):
         return f"aten::{name}"
@@ -231,7 +231,7 @@ def _reinterpret(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: 
 
 
 def _device(*args: object) -> None:
-    """Stand for a stream, which holds nothing."""
+    """Replace the call that returns a stream, which allocates nothing."""
 
 
 _NAMES: dict[str, Any] = {
@@ -249,4 +249,4 @@ _NAMES: dict[str, Any] = {
     "reinterpret_tensor": _reinterpret,
     "get_raw_stream": _device,
 }
-"""What the code of a compiled graph may ask for while it makes buffers."""
+"""The names that the code of a compiled graph may use while it makes buffers."""

@@ -1,4 +1,4 @@
-"""What around a graph decides what tracing it gives: a thread's state, the fake mode."""
+"""The context that determines the result of tracing a graph: a thread's state, and the fake mode."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_t
 
 @dataclass(frozen=True)
 class Ambient:
-    """The state of a thread that decides what tracing a graph gives: guarded by Dynamo, restored to compile again."""
+    """The thread state that determines the result of tracing; Dynamo guards it, and recompiling restores it."""
 
     grad: bool
     inference: bool
     dtype: torch.dtype
-    autocast: tuple[tuple[str, torch.dtype, bool], ...]  # device type, its dtype, whether on
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]  # device type, autocast dtype, whether enabled
 
     @classmethod
     def now(cls, device: torch.device) -> Ambient:
@@ -31,7 +31,7 @@ class Ambient:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Put it in force; what a compilation that fails leaves behind is undone at the end."""
+        """Set this state inside the context. The state before is restored even if a compilation fails."""
         before = torch.get_default_dtype()
         with contextlib.ExitStack() as stack:
             stack.callback(torch.set_default_dtype, before)
@@ -44,23 +44,23 @@ class Ambient:
 
 
 def current_fake_mode() -> FakeTensorMode | None:
-    """Return the fake mode of the compilation under way, or None outside one."""
+    """Return the fake mode of the current compilation, or None outside of one."""
     context = torch._guards.TracingContext.try_get()
     return None if context is None else context.fake_mode
 
 
 def fake_mode_of(value: object) -> FakeTensorMode | None:
-    """Return the mode a fake tensor belongs to, or None for anything else."""
+    """Return the mode of a fake tensor, or None for any other value."""
     return value.fake_mode if isinstance(value, FakeTensor) else None
 
 
 def real_tensors() -> contextlib.AbstractContextManager[object]:
-    """Compute with numbers while a graph is traced with fake tensors."""
+    """Compute with real tensors inside the context, while a graph is traced with fake tensors."""
     return unset_fake_temporarily()
 
 
 @contextlib.contextmanager
 def tracing_with(fake_mode: FakeTensorMode | None) -> Iterator[None]:
-    """Compile outside of Dynamo under the fake mode, and so the symbolic shapes, of an earlier compilation."""
+    """Compile outside of Dynamo with the fake mode, and so with the symbolic shapes, of an earlier compilation."""
     with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
         yield

@@ -1,4 +1,4 @@
-"""AOTAutograd's settings, and what autograd's engine is doing on this thread."""
+"""AOTAutograd's settings, and the state of autograd's engine on this thread."""
 
 from __future__ import annotations
 
@@ -21,72 +21,71 @@ is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 below_autograd: Callable[[], contextlib.AbstractContextManager[object]] = torch._C._AutoDispatchBelowADInplaceOrView
-"""Within it operators record nothing: no graph, and not that their result is a view."""
+"""Inside this context operators record no autograd graph, and do not mark their result as a view."""
 
 
 @contextlib.contextmanager
 def backward_at_once() -> Iterator[None]:
-    """Compile the backward half with the forward half and let its errors out; else the first backward meets them."""
+    """Compile the backward half together with the forward half, so that errors do not wait for the first backward."""
     name = "force_non_lazy_backward_lowering"
     with torch._functorch.config.patch({name: True} if hasattr(torch._functorch.config, name) else {}):
         yield
 
 
 def inputs_written_behind(joint: Graph) -> list[Node]:
-    """Return the inputs of a traced step that AOTAutograd writes into once forward has run: what they hold then is one
-    of the results.
-    """
+    """Return the inputs of a joint graph that AOTAutograd overwrites with a result after forward has run."""
     results = pytree.arg_tree_leaves(joint.output_node().meta.get("desc", ()))
     written = [d.mutated_input for d in results if isinstance(d, InputMutationAOTOutput)]
     return [node for node in joint.find_nodes(op="placeholder") if node.meta.get("desc") in written]
 
 
 def in_backward() -> bool:
-    """Say whether autograd is running a backward pass on this thread: a forward is then a recomputation."""
+    """Return whether autograd is running a backward pass on this thread, so that a forward is a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def take_donated() -> tuple[int, ...]:
-    """Return the inputs that the backward half just compiled may write over, and let AOTAutograd believe it has none.
+    """Return the inputs that the backward half just compiled may overwrite, and clear AOTAutograd's list of them.
 
-    It refuses ``backward(retain_graph=True)`` else. Who runs the half hands in copies then (`keeps_graph`).
+    With a non-empty list AOTAutograd refuses ``backward(retain_graph=True)``. With an empty list fxprec must pass
+    copies of these inputs in that case (`keeps_graph`).
     """
     context = torch._guards.TracingContext.try_get()
     donated = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None)
     if not donated:
         return ()
     taken = tuple(donated)
-    donated.clear()  # in place: several records of AOTAutograd's hold the list
+    donated.clear()  # in place, because several of AOTAutograd's records share the list
     return taken
 
 
 def keeps_graph() -> bool:
-    """Say whether the backward pass under way is to leave saved tensors as they are, for another one."""
+    """Return whether the current backward pass must not modify saved tensors, because another pass may follow."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def on_gradient(of: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Call ``hook`` with the gradient of a tensor, untraced where a compiled function calls backward()."""
+    """Call ``hook`` with the gradient of a tensor. Dynamo does not trace the hook if it compiles the backward call."""
     of.register_hook(torch.compiler.disable(hook, reason="a hook of fxprec"))
 
 
 def backward_id() -> int:
-    """Return the number of the backward pass under way, -1 outside of one."""
+    """Return the number of the current backward pass, -1 outside of one."""
     return int(torch._C._current_graph_task_id())
 
 
 def checkpoint_around() -> tuple[object, Hashable | None] | None:
-    """Return what stands for the non-reentrant checkpoint around a call, and which recomputation of it this is.
+    """Return the non-reentrant checkpoint around a call, and the id of the current recomputation.
 
-    The same object in forward, where the second is None, and in recomputation. None outside of such a checkpoint.
-    Raises `LoweringError` where torch keeps a checkpoint in a way that is not known: its recomputation could then run
-    with newer scales than its forward.
+    The first object is the same in forward and in recomputations; the second is None in forward. Returns None outside
+    of such a checkpoint. Raises `LoweringError` if torch implements checkpoints in an unknown way, because a
+    recomputation could then run with newer scales than its forward.
     """
     return next((found for pack in _saving() if (found := _checkpoint_of(pack)) is not None), None)
 
 
 def _saving() -> Iterator[Callable[..., object]]:
-    """Yield what packs saved tensors, the innermost first; a checkpoint's may have others inside."""
+    """Yield the hooks that pack saved tensors, the innermost first; a checkpoint's hook may not be the innermost."""
     autograd, taken = torch._C._autograd, []
     try:
         while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
@@ -118,10 +117,10 @@ def _checkpoint_of(pack: Callable[..., object]) -> tuple[object, Hashable | None
 
 
 def hand_on_sources(copy: GraphModule, gm: GraphModule) -> None:
-    """Name the inputs of a copied graph to AOTAutograd as Dynamo named those of the graph itself.
+    """Copy Dynamo's names of a graph's inputs to a copy of the graph, for AOTAutograd.
 
-    AOTAutograd reports no parameter and no buffer as a static input of a graph without these names: CUDA graphs would
-    copy each weight in each forward, and leave out a graph that writes into a buffer.
+    Without these names AOTAutograd reports no parameter or buffer as a static input. CUDA graphs would then copy each
+    weight in each forward, and would skip a graph that writes to a buffer.
     """
     if not hasattr(gm, "_param_name_to_source"):
         return
@@ -132,15 +131,15 @@ def hand_on_sources(copy: GraphModule, gm: GraphModule) -> None:
 
 
 def without_source(node: Node) -> Node:
-    """Return an input that is no input of Dynamo's: AOTAutograd asks each for its name."""
+    """Mark an input as unknown to Dynamo, because AOTAutograd reads each input's name, and return the input."""
     node._dynamo_source = None
     return node
 
 
 without_torch_function: Any = torch._C._disabled_torch_function_impl
-"""A tensor subclass' ``__torch_function__`` that leaves results as they are."""
+"""A tensor subclass's ``__torch_function__`` that does not wrap results."""
 
 
 def will_run(node: torch.autograd.graph.Node) -> bool:
-    """Say whether the backward pass under way runs a node of autograd. Raises `RuntimeError` in autograd.grad()."""
+    """Return whether the current backward pass will run an autograd node. Raises `RuntimeError` in autograd.grad()."""
     return bool(torch._C._will_engine_execute_node(node))

@@ -1,9 +1,9 @@
-"""Bytes in Inductor's loops on a CPU with AVX2, which ATen's vectors of that size move through memory.
+"""Load and convert bytes in registers in Inductor's loops for AVX2, where ATen's vectors go through memory.
 
-A loop over float32 has 8 elements, a vector of bytes has 32. ``loadu`` writes the 8 into an array of 32 and reads that
-whole, which waits until the writes have left the processor: that took longer than all arithmetic of a norm's backward.
-So it is with 8 of 16 numbers of 16 bits. A conversion of int32 takes every element into a register of its own. ATen's
-vectors for AVX-512 do none of this.
+A loop over float32 handles 8 elements at once, but a vector of bytes has 32. ``loadu`` writes the 8 elements into an
+array of 32 and then reads the whole array, which stalls until the writes are complete. This took longer than all
+arithmetic of a norm's backward. Loading 8 of 16 16-bit numbers has the same problem. Converting int32 to bytes moves
+every element by itself. ATen's vectors for AVX-512 do not do this.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._inductor.cpu_vec_isa import VecAVX2
 
 @contextlib.contextmanager
 def bytes_in_registers() -> Iterator[None]:
-    """Let Inductor's C++ for AVX2 load 8 elements of one or two bytes, and make bytes of int32, in registers."""
+    """Patch Inductor's C++ for AVX2 to load 8 elements of 1 or 2 bytes, and convert int32 to bytes, in registers."""
     kernel: Any = _cpp.CppVecKernel
     load, convert = kernel._get_vec_load_line, kernel.get_to_dtype_expr
 
@@ -49,7 +49,7 @@ _LOAD = re.compile(
     r"(at::vec::Vectorized<(uint8_t|at::Float8_\w+|at::BFloat16|at::Half)>)::loadu\((.*), static_cast<int64_t>\(8L?\)\)"
 )
 _INTS = "at::vec::Vectorized<int32_t>"
-_LOWEST = "0, 4, 8, 12" + 12 * ", -1"  # of the bytes of four int32
+_LOWEST = "0, 4, 8, 12" + 12 * ", -1"  # the lowest byte of each of four int32
 _NARROW = (
     f"const __m256i fours = _mm256_shuffle_epi8(x, _mm256_setr_epi8({_LOWEST}, {_LOWEST}));"
     " const __m128i bytes = _mm_unpacklo_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));"
@@ -57,7 +57,7 @@ _NARROW = (
 
 
 def _loaded(vector: str, element: str, place: str) -> str:
-    """Load 8 elements. What lies beyond them is left as it comes: where Inductor divides, it puts 1 there itself."""
+    """Return C++ that loads 8 elements and leaves the other lanes undefined; Inductor sets them to 1 for divisions."""
     low = f"_mm_{'loadu_si128' if element in _TWO_BYTES else 'loadl_epi64'}(static_cast<const __m128i*>(p))"
     return (
         f"[](const void* p) {{ {vector} v; const __m256i all = _mm256_castsi128_si256({low});"

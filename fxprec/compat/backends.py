@@ -1,4 +1,4 @@
-"""A backend as Dynamo holds and calls it: inside its wrappers, and with its errors."""
+"""Backends inside of Dynamo: the wrappers around them, their registration by name, and their errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
 
 
 def wrapper_of(compiled: object) -> object | None:
-    """Return the backend callable, or string wrapper, inside what ``torch.compile`` returned."""
+    """Return the backend callable, or torch's wrapper of a backend's name, inside a result of ``torch.compile``."""
     return innermost_backend(_callback(compiled))
 
 
@@ -32,19 +32,19 @@ def _callback(compiled: object) -> object | None:
 
 
 def innermost_backend(target: object) -> object:
-    """Return the backend inside of the wrappers that Dynamo puts around it."""
+    """Return the backend inside of Dynamo's wrappers."""
     while (inner := getattr(target, "_torchdynamo_orig_backend", None)) is not None:
         target = inner
     return target
 
 
 def cause_of_no_code(error: Exception) -> str | None:
-    """Return the first line of why a ``torch.compile``d function got no code, or None for any other error."""
+    """Return the first line of a backend's error that kept a function from being compiled, or None for other errors."""
     return str(error.inner_exception).partition("\n")[0] if isinstance(error, BackendCompilerFailed) else None
 
 
 def name_backend(backend: Callable[..., Any], name: str) -> bool:
-    """Register a backend with torch under a name; return False where the name is taken."""
+    """Register a backend with torch under a name; return False if the name is taken."""
     if name in torch._dynamo.list_backends(exclude_tags=()):
         return False
     torch._dynamo.register_backend(backend, name=name)
@@ -52,9 +52,9 @@ def name_backend(backend: Callable[..., Any], name: str) -> bool:
 
 
 def is_looking_up_a_backend() -> bool:
-    """Say whether torch is loading the entry point of a backend that it was given by name."""
+    """Return whether torch is loading a backend's entry point because the backend was requested by name."""
     frame = sys._getframe(1)
-    for _ in range(6):  # the entry point's own frames are between
+    for _ in range(6):  # frames of the entry point itself are in between
         if frame.f_back is None:
             return False
         frame = frame.f_back
@@ -64,15 +64,15 @@ def is_looking_up_a_backend() -> bool:
 
 
 _loaded: dict[str, object] = {}
-"""The entry points of backends that torch has loaded, which it forgets."""
+"""The entry points of backends that torch has loaded and removed from its own table."""
 _lock = threading.Lock()
 
 
 def one_at_a_time(name: str, patience: float = 1.0) -> None:
-    """Wait until no other thread is about to register the backend of that name, which torch does after it is loaded.
+    """Wait until no other thread is between loading the backend ``name`` and registering it.
 
-    torch has no lock there: of two threads that load the entry point, the second fails with "duplicate name". So the
-    second waits here for the first's entry, and takes it out to put the same one in.
+    torch has no lock there. If two threads load the entry point, the second one's registration fails with "duplicate
+    name". So the second thread waits here for the first registration, then removes it and registers again.
     """
     with _lock:
         end = time.monotonic() + patience
@@ -85,10 +85,10 @@ def one_at_a_time(name: str, patience: float = 1.0) -> None:
 
 
 def forget_name(name: str) -> None:
-    """Have torch load the entry point of that name when it is asked for it the next time."""
+    """Make torch load the entry point ``name`` again the next time the name is used."""
     entry = _loaded.pop(name, None)
     if entry is not None:
-        _table("_BACKENDS")[name] = entry  # before the other: a lookup meanwhile finds one of them
+        _table("_BACKENDS")[name] = entry  # add first, so that a concurrent lookup always finds one entry
         _table("_COMPILER_FNS").pop(name, None)
 
 
@@ -97,13 +97,13 @@ def _table(name: str) -> dict[str, Any]:
 
 
 def through_dynamo(error: Exception) -> Exception:
-    """Return ``error`` as a type Dynamo lets pass: it wraps others in ``BackendCompilerFailed``.
+    """Return ``error`` as a type that Dynamo passes on; Dynamo wraps other types in ``BackendCompilerFailed``.
 
-    The result is still an instance of the error's own type, so ``except fxprec.ConfigError`` works. The caller has to
-    raise it: Dynamo takes its own frames out of the traceback down to the caller's (``TORCHDYNAMO_VERBOSE=1`` has all).
+    The result is also an instance of the error's own type, so ``except fxprec.ConfigError`` works. The caller must
+    raise it: Dynamo removes its frames from the traceback down to the caller's (``TORCHDYNAMO_VERBOSE=1`` shows all).
     """
     kind = type(error)
-    message = str(error)  # Dynamo appends advice on its own debugging to args
+    message = str(error)  # fixed here, because Dynamo appends its debugging advice to args
     space = {"__module__": kind.__module__, "__str__": lambda self: message}
     passing = type(kind.__name__, (kind, ShortenTraceback), space)
     raised: Exception = passing.__new__(passing, *error.args)

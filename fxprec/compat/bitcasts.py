@@ -1,4 +1,4 @@
-"""How Inductor reads the bits of one kind of number as another kind, as the codecs do several times an element."""
+"""Make Inductor's bitcasts between dtypes fast on CPUs; the codecs use several per element."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch._inductor.codegen import cpp as _cpp
 
 @contextlib.contextmanager
 def bitcasts_in_loops() -> Iterator[None]:
-    """Have Inductor read bits inside of its loops on a CPU: of a whole vector at once, and of no tensor written before.
+    """Patch Inductor to bitcast whole vectors inside of its loops on a CPU, without writing the tensor to memory first.
 
-    By itself (torch 2.11 to 2.15) it writes a vector out and reads element after element, in a loop that its own flags
-    keep from being vectorized; and a result that is the bits of another tensor makes it write that tensor first,
-    contiguous, and then copy it to the layout wanted.
+    Unpatched (torch 2.11 to 2.15) Inductor stores a vector and bitcasts element by element, in a loop that its own
+    flags keep from being vectorized. A result that is a bitcast of another tensor also makes Inductor write that tensor
+    to memory first, contiguous, and then copy it to the required layout.
     """
     with contextlib.ExitStack() as patches:
         patches.enter_context(_of_vectors())
@@ -36,7 +36,7 @@ def _of_vectors() -> Iterator[None]:
     def to_dtype_bitcast(x: Any, dtype: torch.dtype, src_dtype: torch.dtype, *args: object, **kwargs: object) -> Any:
         if args or kwargs or x.dtype != src_dtype or dtype.itemsize != src_dtype.itemsize:
             return one_by_one.__func__(x, dtype, src_dtype, *args, **kwargs)
-        # std::bit_cast needs C++20, which Inductor's code before torch 2.12 is not
+        # not std::bit_cast: it needs C++20, and Inductor's code before torch 2.12 is older C++
         vector = virtualized.V.kernel._get_vec_type(dtype)
         return f"[&] {{ {vector} bits; std::memcpy(&bits, &{x}, sizeof bits); return bits; }}()"
 

@@ -1,4 +1,4 @@
-"""The partitioner's ``activation_memory_budget``."""
+"""Read and mark torch's ``activation_memory_budget``, a setting of its partitioner."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 
 def memory_budget(graph: Graph) -> float:
-    """Return the ``activation_memory_budget`` a joint graph is partitioned under: 1 saves all that is worth it.
+    """Return the ``activation_memory_budget`` of a joint graph; with 1 the partitioner recomputes only what is cheap.
 
-    As the partitioner reads it: the config, an old marker on nodes, the annotation of a region around the graph.
+    The value is read as the partitioner reads it: the config, an old marker on nodes, then a region's annotation.
     """
     budget = float(torch._functorch.config.activation_memory_budget)
     marked = (n.meta["memory_budget"] for n in graph.nodes if isinstance(n.meta.get("memory_budget"), float))
@@ -24,9 +24,10 @@ def memory_budget(graph: Graph) -> float:
 
 
 def keep_random_numbers(graph: Graph, drawn: Sequence[Node]) -> None:
-    """Under a memory budget, have what is random saved: recomputed, a dropout would draw another mask (torch 2.13).
+    """Mark random numbers as saved under a memory budget, as a recomputed dropout draws another mask (torch 2.13).
 
-    Of a random number that Inductor generates that is its seed. A budget of 0 would save nothing whatever is marked.
+    For Inductor's own random numbers the seed is saved. A budget of 0 would ignore the marks, so the budget is raised
+    to almost 0.
     """
     budget = memory_budget(graph)
     if budget == 1:
@@ -45,7 +46,7 @@ _BUDGET_KEY = getattr(torch.fx.traceback, "MEMORY_BUDGET_ANNOTATION_KEY", "memor
 
 
 def annotate_budget(graph: Graph, known: Collection[Node]) -> None:
-    """Give nodes that are not ``known`` the annotation of the others: the partitioner wants it on every node."""
+    """Copy the budget annotation to nodes that are not ``known``: the partitioner requires it on every node."""
     annotated = next((n for n in graph.nodes if _annotated_budget(n) is not None), None)
     if annotated is not None:
         for node in graph.nodes:

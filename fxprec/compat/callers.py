@@ -1,4 +1,4 @@
-"""Who in torch is calling: a string-named backend's wrapper, Dynamo's tracer, Dynamo's DDP optimizer."""
+"""Find torch's objects on the call stack: the wrapper of a named backend, Dynamo's tracer, Dynamo's DDP optimizer."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _RESUMED = re.compile(r"torch_dynamo_resume_in_(\w+)_at_\d+")
 
 
 def calling_wrapper() -> object | None:
-    """Return the ``torch.compile(backend="...")`` wrapper that is calling the string-named backend."""
+    """Return the ``torch.compile(backend="...")`` wrapper that is calling a named backend, or None."""
     return next(_callers(torch._TorchCompileWrapper), None)
 
 
 def traced_model() -> str:
-    """Return the class of the module that Dynamo is tracing, or the name of a function without one.
+    """Return the class of the module that Dynamo is tracing, or the name of a function that has no module.
 
-    Returns "" outside of Dynamo. A function that is handed several modules has the class of the first.
+    Returns "" outside of Dynamo. For a function with several modules among its locals, the first one counts.
     """
     for graph in _callers(OutputGraph):
         tracer = graph.root_tx
@@ -37,11 +37,11 @@ def traced_model() -> str:
 
 
 def _callers(kind: type) -> Iterator[Any]:
-    """Yield the objects of a class whose methods are calling, the innermost first.
+    """Yield the objects of a class whose methods are on the call stack, the innermost first.
 
-    Other frames are not asked for their locals: Python would keep a copy of them, a user's first batch among them,
-    for as long as the function runs. Code is compared by identity: what Dynamo wrote may hold a slice, which Python
-    3.11 cannot hash.
+    ``f_locals`` is read only for matching frames. For other frames Python would keep a copy of the locals, such as the
+    user's first batch, while the function runs. Code objects are compared by identity, because code that Dynamo wrote
+    may contain a slice, which Python 3.11 cannot hash.
     """
     codes = {id(code) for name in vars(kind) if (code := getattr(getattr(kind, name), "__code__", None))}
     frame: FrameType | None = sys._getframe(2)
@@ -52,12 +52,12 @@ def _callers(kind: type) -> Iterator[Any]:
 
 
 def ends_in_break(gm: torch.fx.GraphModule) -> bool:
-    """Say whether Dynamo ended a graph because it could not go on, so that the rest is in others."""
+    """Return whether a graph ends in a graph break, so that other graphs follow."""
     return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
 
 
 class TraceAgain(RestartAnalysis, ShortenTraceback):
-    """Asks Dynamo to trace the frame once more; of these two types, it lets one pass and acts on the other."""
+    """Exception on which Dynamo traces the frame again; as a `ShortenTraceback` it passes Dynamo's backend call."""
 
     def __init__(self, reason: str) -> None:
         Exception.__init__(self, reason)
@@ -65,9 +65,9 @@ class TraceAgain(RestartAnalysis, ShortenTraceback):
 
 
 def widen_ddp_buckets() -> bool:
-    """Say whether Dynamo's DDP optimizer is calling us with a piece of a graph; if so, it cuts this one no more.
+    """Return whether Dynamo's DDP optimizer is passing a piece of a graph; if so, stop it from cutting this graph.
 
-    Raise `TraceAgain` then: the second time the graph comes whole. Each frame has an optimizer of its own.
+    The caller must then raise `TraceAgain`, so that the whole graph comes. Each frame has its own optimizer.
     """
     for optimizer in _callers(DDPOptimizer):
         cut = len(optimizer.buckets) > 1

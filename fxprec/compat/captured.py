@@ -1,4 +1,4 @@
-"""Dynamo's graphs before AOTAutograd traces them: which calls are attention, which submodules are traced in place."""
+"""Inspect and copy Dynamo's graphs before AOTAutograd traces them: attention, grouped products, inlined submodules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRACED_IN_PLACE = (
     "wrap_with_set_grad_enabled",
     "wrap_with_autocast",
 )
-"""Higher-order operators whose body becomes part of the graph around it; ``torch.cond``'s and a scan's do not."""
+"""Higher-order operators whose body is inlined into the graph around it, unlike those of ``torch.cond`` and scan."""
 
 ATTENTION = (
     torch.nn.functional.scaled_dot_product_attention,
@@ -33,23 +33,23 @@ _GRADIENTS = (torch._functorch.eager_transforms._autograd_grad, torch.autograd.g
 
 
 def gradients_within(graph: Graph) -> Iterator[Node]:
-    """Yield the nodes that differentiate: `torch.func.grad` and the like, whose backward is part of the same graph."""
+    """Yield nodes that compute gradients within the graph, as `torch.func.grad` does: their backward is part of it."""
     return (node for node in graph.nodes if node.op == "call_function" and node.target in _GRADIENTS)
 
 
 def is_grouped_mm(target: object) -> bool:
-    """Say whether a node calls a grouped matrix product: torch's, or the one that transformers declares."""
+    """Return whether a node's target is a grouped matrix product, of torch or of transformers."""
     named = str(target).removesuffix(".default")
     return target in _GROUPED or named in ("aten._grouped_mm", "transformers.grouped_mm_fallback")
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """Run torch's kernel of a grouped product."""
+    """Return a grouped matrix product, by torch's kernel."""
     return torch._grouped_mm(a, b, offs=offs)
 
 
 def bodies_traced_in_place(graph: Graph) -> Iterator[str]:
-    """Yield the attribute names of the submodules whose nodes AOTAutograd traces as if they stood in ``graph``."""
+    """Yield the attribute names of the submodules whose nodes AOTAutograd inlines into ``graph``."""
     found = [getattr(torch.ops.higher_order, name, None) for name in _TRACED_IN_PLACE]
     operators = {operator for operator in found if operator is not None}
     for node in graph.find_nodes(op="get_attr"):
@@ -59,7 +59,7 @@ def bodies_traced_in_place(graph: Graph) -> Iterator[str]:
 
 
 def copied(gm: GraphModule) -> GraphModule:
-    """Return a copy with a graph of its own; node names, fake values and Dynamo's names of inputs stay."""
+    """Return a copy with its own graph, and the same node names, fake values and Dynamo's names of inputs."""
     graph = Graph()
     result = graph.graph_copy(gm.graph, {}, return_output_node=True)
     assert isinstance(result, tuple)

@@ -1,4 +1,4 @@
-"""The C++ compiler that Inductor calls."""
+"""Find the C++ compiler that Inductor calls."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ NO_CXX_COMPILER = (
 
 @functools.cache
 def cxx_compiler() -> str | None:
-    """Return the first line that Inductor's C++ compiler says of its version; None where Inductor finds none."""
+    """Return the name of Inductor's C++ compiler and the first line of its version; None if Inductor finds none."""
     try:
         name = get_cpp_compiler()
         said = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
-    except Exception:  # Inductor's own error, or the system's
+    except Exception:  # of Inductor or of the system
         return None
     return f"{name}: {said.strip().partition(chr(10))[0]}"
 
 
 def no_compiler(error: BaseException | None) -> str | None:
-    """Say that Inductor found no C++ compiler, if that is what an error, or its cause, is of."""
+    """Return a message that Inductor found no C++ compiler, if an error or its cause says so; else None."""
     while error is not None:
         if isinstance(error, InvalidCxxCompiler):
             return NO_CXX_COMPILER

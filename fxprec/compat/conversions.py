@@ -1,6 +1,7 @@
-"""Conversions of a module under fake tensors: ``model.bfloat16()``, ``model.to("cuda")``.
+"""Make conversions of a module work under fake tensors: ``model.bfloat16()``, ``model.to("cuda")``.
 
-torch swaps a fake parameter with its converted copy, which fails where something refers to either weakly: mostly.
+torch swaps a fake parameter with its converted copy. The swap fails if a weak reference to either exists, which is
+mostly the case.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 
 @contextmanager
 def converting_fakes() -> Iterator[None]:
-    """Let conversions of modules put new parameters in the place of the old ones; tied ones stay tied."""
+    """Make module conversions replace parameters by new ones inside the context; tied parameters stay tied."""
     made: dict[
         tuple[int, int], tuple[object, Tensor, Tensor]
-    ] = {}  # with function and tensor, whose ids are in use then
+    ] = {}  # values keep function and tensor alive, so that their ids stay valid
 
     def converted(function: Callable[[Tensor], Tensor], own: Tensor) -> Tensor:
         key = id(function), id(own)

@@ -1,4 +1,4 @@
-"""Frames that Dynamo compiles too often, in pieces, or not at all."""
+"""Watch the frames that Dynamo compiles too often, compiles in pieces, or leaves uncompiled."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from fxprec.compat.patches import replaced, tell_of_missing
 
 @dataclass
 class Compilations:
-    """What Dynamo compiled for one model."""
+    """The number of Dynamo's compilations for one model."""
 
     by_frame: Counter[int] = field(default_factory=Counter)
-    """By Dynamo's frame id."""
+    """Number of compilations by Dynamo's frame id."""
     at_limit: dict[CodeType, tuple[int, int]] = field(default_factory=dict)
-    """Functions of which nothing more is compiled for the model, and Dynamo's limits then."""
+    """Functions that hit a recompile limit for this model, with Dynamo's limits at that time."""
 
 
 @contextmanager
 def recompiles_per_model(
     compilations_of: Callable[[object], Compilations | None], hit: Callable[[object, str, str], None]
 ) -> Iterator[None]:
-    """Hold Dynamo's recompile limits against each model alone, and call ``hit(backend, code, limit)`` at one.
+    """Apply Dynamo's recompile limits to each model by itself, and call ``hit(backend, code, limit)`` at a limit.
 
-    Dynamo counts what all models compiled for a code object. That suits backends that compare equal, whose models
-    share code; ours do not, and the ninth block of a network would run uncompiled. At a limit it compiles the code for
-    no model any more, new ones included. ``compilations_of`` returns a backend's own, or None for backends that are not
-    ours, which keep Dynamo's count.
+    Dynamo counts the compilations of a code object for all models together. This suits backends that compare equal,
+    whose models share code. fxprec's backends do not compare equal, so the ninth block of a network would run
+    uncompiled. At a limit Dynamo compiles the code for no model any more, not even for new ones. ``compilations_of``
+    returns a backend's own counts, or None for other backends, which keep Dynamo's count.
     """
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
@@ -94,15 +94,15 @@ def _limits() -> tuple[int, int]:
 _dynamo: Any = convert_frame
 _ALONE = _dynamo.FrameExecStrategy(_dynamo.FrameAction.RUN_ONLY, _dynamo.FrameAction.RUN_ONLY)
 _RUN_ONLY = _dynamo.ConvertFrameReturn(_ALONE, apply_to_code=False)
-"""Run this call with code that was compiled before, or as written."""
+"""A result that makes Dynamo run this call with code compiled earlier, or uncompiled."""
 
 
 @contextmanager
 def frames_left_uncompiled(tell: Callable[[object, str, object, str], None]) -> Iterator[None]:
-    """Call ``tell(backend, code, owner, reason)`` for a frame that Dynamo gives up and runs as written.
+    """Call ``tell(backend, code, owner, reason)`` for a frame that Dynamo gives up and runs uncompiled.
 
-    ``owner`` is the frame's first argument, the module whose method it mostly is. Dynamo says it in its log only, and
-    what the frame itself computes never reaches a backend. A recompile limit is told by `recompiles_per_model`.
+    ``owner`` is the frame's first argument, usually the module of a method. Dynamo reports such a frame only in its
+    log, and no backend sees the frame's own computation. `recompiles_per_model` reports recompile limits.
     """
     convert = convert_frame.ConvertFrameAssert.__call__
 
@@ -111,7 +111,7 @@ def frames_left_uncompiled(tell: Callable[[object, str, object, str], None]) -> 
             return convert(self, frame, *args, **options)
         except (Unsupported, UserError) as error:
             reason = _reason_of(error)
-            if self._one_graph:  # the user's own fullgraph=True: nothing runs
+            if self._one_graph:  # the user set fullgraph=True, so the error ends the call
                 raise
             if not frame.f_code.co_flags & _GENERATORS and _LIMIT not in reason:  # a generator is never compiled
                 tell(innermost_backend(self._torchdynamo_orig_backend), _named(frame.f_code), _owner(frame), reason)
@@ -123,23 +123,23 @@ def frames_left_uncompiled(tell: Callable[[object, str, object, str], None]) -> 
 
 @dataclass(frozen=True)
 class Called:
-    """What the statement at a graph break calls, which then runs as written."""
+    """The modules that the statement at a graph break calls; the statement runs uncompiled."""
 
     modules: tuple[Module, ...]
-    """The module called, or those given to a function of torch's that calls them."""
+    """The called module, or the modules passed to one of torch's functions that calls them."""
     with_all_inside: bool
-    """Whether Dynamo compiles no frame of what is called either, as inside `torch.utils.checkpoint.checkpoint`."""
+    """Whether Dynamo also compiles no frame inside the call, as inside `torch.utils.checkpoint.checkpoint`."""
 
 
 @contextmanager
 def graph_breaks(tell: Callable[[object, str, object, str, Called], None]) -> Iterator[None]:
-    """Call ``tell(backend, code, owner, reason, called)`` for a frame that Dynamo compiles in pieces, once a break.
+    """Call ``tell(backend, code, owner, reason, called)`` for each graph break of a frame that Dynamo compiles.
 
-    ``owner`` is the frame's first argument. At a recurrent module of torch's the reason is `LEAVES_RECURRENT` (torch
-    2.15; an older one gives up the frame).
+    ``owner`` is the frame's first argument. At a recurrent module of torch the reason is `LEAVES_RECURRENT` (torch
+    2.15; older versions give up the frame).
     """
     convert = convert_frame.ConvertFrameAssert.__call__
-    found: list[dict[str, Called]] = []  # by reason, of each frame that is being compiled: a backend may compile others
+    found: list[dict[str, Called]] = []  # for each frame being compiled (they can nest): breaks by reason
 
     def convert_and_watch(self: Any, *args: Any, **options: Any) -> Any:
         found.append({})
@@ -149,7 +149,7 @@ def graph_breaks(tell: Callable[[object, str, object, str, Called], None]) -> It
             breaks = found.pop()
         frame = args[0]
         for reason, called in breaks.items():
-            is_wrapper = frame.f_code.co_filename == external_utils.__file__  # of a module whose forward is torch's
+            is_wrapper = frame.f_code.co_filename == external_utils.__file__  # around a module with torch's own forward
             name = type(called.modules[0]).__name__ if is_wrapper and called.modules else _named(frame.f_code)
             tell(innermost_backend(self._torchdynamo_orig_backend), name, _owner(frame), reason, called)
         return result
@@ -174,7 +174,7 @@ def _heading(reason: str) -> str:
 
 
 def _called(translator: Any) -> Called:
-    """Read what a call takes from Dynamo's stack: a null, the function, its arguments; in 3.13 the null is second."""
+    """Return what the call on Dynamo's stack calls: a null, function and arguments; in Python 3.13 null is second."""
     stack: list[VariableTracker] = translator.stack
     nulls = [i for i, entry in enumerate(stack) if isinstance(entry, NullVariable)]
     values = (
@@ -185,7 +185,7 @@ def _called(translator: Any) -> Called:
 
 
 def _value(entry: VariableTracker, translator: Any) -> object:
-    """Return what an entry of Dynamo's stack stands for, a method's owner for the method; guards nothing."""
+    """Return the value of an entry of Dynamo's stack without adding guards; for a method, return its owner."""
     if isinstance(entry, LazyVariableTracker):
         return _value(entry.unwrap(), translator) if entry.is_realized() else entry.peek_value()
     if isinstance(entry, DelayGraphBreakVariable) and entry.source is not None:  # a recurrent module, in torch 2.15
@@ -202,13 +202,13 @@ _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GEN
 
 
 def _reason_of(error: Exception) -> str:
-    """Return the headings of Dynamo's long message: the first break, and what made it give up the frame."""
+    """Return the headings of Dynamo's long message: the first break, and the reason for giving up the frame."""
     lines = [line.strip() for line in str(error).splitlines() if line[:1].strip()]
     headings = [
         line for line in lines if not line.startswith(("***", "Failed to handle", "from user code", "Set TORCH"))
     ]
     reason = ", then ".join(dict.fromkeys(headings[:2])) or type(error).__name__
-    if reason.startswith("Backend compiler exception"):  # whose own words stand below
+    if reason.startswith("Backend compiler exception"):  # the exception's own message is on a later line
         words = (line.strip().partition("Exception:")[2] for line in str(error).splitlines())
         reason += f": {next(filter(None, words), 'of unknown cause')}"
     hint = next(

@@ -1,4 +1,4 @@
-"""What torch.distributed knows and has no public name for: the default group's store, and FSDP2's dtypes."""
+"""Read private state of torch.distributed: the default group's store, and FSDP2's parameters and dtypes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def process_group_store() -> tuple[int, int, Any] | None:
-    """Return rank, world size and store of the default process group; None without one, or of one rank."""
+    """Return rank, world size and store of the default process group; None without a group or with one rank."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     from torch.distributed.distributed_c10d import _get_default_store
@@ -20,13 +20,13 @@ def process_group_store() -> tuple[int, int, Any] | None:
 def sharded_parameters(module: Any) -> list[torch.Tensor]:
     """Return the parameters that FSDP2 gathers and reduces with an `FSDPModule`, in the order in which it sends them.
 
-    That is not the order of ``module.parameters()``: those of inner modules come before the module's own.
+    The order differs from ``module.parameters()``: parameters of inner modules come before the module's own.
     """
     return [p.sharded_param for p in _sharded(module)]
 
 
 def gathered_dtypes(module: Any) -> list[torch.dtype]:
-    """Return the dtypes in which FSDP2 gathers each of `sharded_parameters`, once the module has run."""
+    """Return the dtype in which FSDP2 gathers each of `sharded_parameters`; call this after the module has run."""
     return [p.param_dtype or p.orig_dtype for p in _sharded(module)]
 
 

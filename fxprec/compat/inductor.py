@@ -1,4 +1,4 @@
-"""Inductor: its compilers, decompositions, passes, operators and builder of C++."""
+"""Inductor's compilers, decompositions, passes, operators and C++ builder."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ FORCE_STRIDES: OpOverload = torch.ops.prims.inductor_force_stride_order.default 
 
 
 def writes_in_place(joins: object) -> None:
-    """Let Inductor's code make each piece of what ``joins`` pieces, (pieces), where it belongs.
+    """Make Inductor compute each piece of ``joins(pieces)`` directly in its part of the result.
 
-    What it does for ``cat`` depends on the pieces: pointwise ones it makes again, in a kernel over the whole.
+    Inductor's lowering of ``cat`` depends on the pieces: it recomputes pointwise pieces in a kernel over the whole.
     """
     from torch._inductor import ir, lowering
 
@@ -45,10 +45,10 @@ def writes_in_place(joins: object) -> None:
 
 
 def writes_after_reading(writes: object) -> None:
-    """Let Inductor compute what reads the first argument of ``writes`` before it is written.
+    """Make Inductor compute pending reads of the first argument of ``writes`` before the argument is written.
 
-    Inductor does that for any operator that writes, but behind it: so what is pointwise and not yet in memory would
-    read what was written (torch 2.13).
+    Inductor does this for any operator that writes, but after the write. So a pointwise value that is not in memory yet
+    would read the new contents (torch 2.13).
     """
     from torch._inductor import lowering
     from torch._inductor.virtualized import V
@@ -64,7 +64,7 @@ def writes_after_reading(writes: object) -> None:
 
 
 def lies_in_memory(keeps: object) -> None:
-    """Let Inductor's code have what ``keeps`` returns, ``keeps(x)``, in a buffer that is no part of another."""
+    """Make Inductor store the result of ``keeps(x)`` in its own buffer, which is not part of another buffer."""
     from torch._inductor import lowering
     from torch._inductor.virtualized import V
 
@@ -72,8 +72,8 @@ def lies_in_memory(keeps: object) -> None:
         copy = lowering.clone(x)
         copy.realize()
         buffer = copy.data.data
-        buffer.decide_layout()  # a concat takes what has none for a part of itself
-        V.graph.no_fuse_buffer_names.add(buffer.get_name())  # nor does a loop that reads it begin with it
+        buffer.decide_layout()  # a concat makes buffers without a fixed layout part of itself
+        V.graph.no_fuse_buffer_names.add(buffer.get_name())  # nor may a loop that reads the buffer fuse with it
         return copy
 
     if keeps not in lowering.lowerings:
@@ -81,7 +81,7 @@ def lies_in_memory(keeps: object) -> None:
 
 
 def takes_approximate_logarithm(logarithm: object) -> None:
-    """Let Inductor's code for a GPU compute ``logarithm(x)``, natural, by the GPU's instruction."""
+    """Make Inductor's code for a GPU compute the natural ``logarithm(x)`` with the GPU's approximate instruction."""
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import ops
 
@@ -115,19 +115,19 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def whole_gemms() -> dict[Any, Callable[..., Any]]:
-    """Return Inductor's decompositions without those that make sums of products of small GEMMs."""
+    """Return Inductor's decompositions without those that turn small GEMMs into sums of products."""
     gemms = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
     return {op: f for op, f in decompositions().items() if getattr(op, "overloadpacket", op) not in gemms}
 
 
 def boxed(function: F) -> F:
-    """Return a graph's callable, marked as taking its inputs in one list, which it may empty."""
+    """Mark a graph's callable as taking its inputs in one list, which the callable may empty; return the callable."""
     vars(function)["_boxed_call"] = True
     return function
 
 
 class GraphPass(CustomGraphPass):
-    """A joint-graph pass from a function; ``key`` names what it depends on, for Inductor's code cache."""
+    """A joint-graph pass made of a function. ``key`` identifies the function's behaviour for Inductor's code cache."""
 
     def __init__(self, function: Callable[[Graph], None], key: str) -> None:
         self.function, self.key = function, key
@@ -137,7 +137,7 @@ class GraphPass(CustomGraphPass):
         self.function(graph)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphPass:
-        return self  # ``scan`` copies Inductor's config as it is traced, and the model is no part of it
+        return self  # tracing ``scan`` deep-copies Inductor's config, and must not copy the model
 
     def uuid(self) -> str:
         """Return the key for Inductor's code cache."""
@@ -146,9 +146,9 @@ class GraphPass(CustomGraphPass):
 
 @contextlib.contextmanager
 def code_keyed_by(key: str) -> Iterator[None]:
-    """Have Inductor's code cache know the passes over the joint graph, which are over, by ``key`` alone.
+    """Make Inductor's code cache identify the joint-graph passes, which have already run, by ``key`` alone.
 
-    It looks up graphs as the passes left them; what else decides about their code is in ``key``.
+    The cache looks up graphs in their state after the passes. ``key`` must cover all else that affects their code.
     """
     done = GraphPass(lambda graph: None, key)
     with config.patch(joint_custom_pre_pass=done, joint_custom_post_pass=None):
@@ -156,23 +156,24 @@ def code_keyed_by(key: str) -> Iterator[None]:
 
 
 def mode_settings(mode: str) -> dict[str, Any]:
-    """Return what a mode of ``torch.compile`` sets in Inductor's config."""
+    """Return the settings of Inductor's config for a mode of ``torch.compile``."""
     return dict(list_mode_options(mode))
 
 
 def makes_cuda_graphs(mode: str) -> bool:
-    """Say whether Inductor captures what it compiles in a mode: by the mode, or by its config."""
+    """Return whether Inductor records CUDA graphs in a mode, because of the mode or of its config."""
     return bool(mode_settings(mode).get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 ROUNDED_AT_EVERY_OPERATOR: dict[str, Any] = {"emulate_precision_casts": True}
-"""Inductor's setting that keeps a 16-bit value 16 bits wide between two operators of one kernel, as memory would."""
+"""Inductor's setting that rounds a 16-bit value to 16 bits between two operators of one kernel, as memory would."""
 
 
 def hand_on_inputs(graph: Graph) -> None:
-    """Have inputs that are results, as weights that backward reads, handed on as they are.
+    """Make Inductor return inputs that are also results, such as weights that backward reads, without a copy.
 
-    Inductor copies one that convolutions read to channels last: float32 weights twice for a whole step.
+    Inductor copies such an input to channels last if convolutions read it, so float32 weights would be in memory twice
+    for a whole step.
     """
     output = graph.output_node()
     results: Any = output.args[0]
@@ -181,14 +182,14 @@ def hand_on_inputs(graph: Graph) -> None:
 
 
 def trim_output_strides(num_outputs: int) -> None:
-    """Forget the strides of outputs we appended: AOTAutograd takes the tail for saved tensors."""
+    """Forget the strides of outputs that fxprec appended, as AOTAutograd takes the last outputs for saved tensors."""
     context = torch._guards.TracingContext.try_get()
     if context is not None and context.output_strides is not None:
         del context.output_strides[num_outputs:]
 
 
 def waits_for_collectives() -> frozenset[Any]:
-    """Return the operators that hand out a collective's result once it is there; none without ``torch.distributed``."""
+    """Return the operators that wait for a collective's result; none without ``torch.distributed``."""
     packet = getattr(torch.ops._c10d_functional, "wait_tensor", None)
     return frozenset() if packet is None else frozenset({packet.default})
 
@@ -199,13 +200,13 @@ def channels_last_strides(shape: Sequence[int | torch.SymInt]) -> list[int]:
 
 
 def cache_folder() -> str:
-    """Return the folder of Inductor's caches, ``TORCHINDUCTOR_CACHE_DIR`` where that is set."""
+    """Return the folder of Inductor's caches, ``TORCHINDUCTOR_CACHE_DIR`` if set."""
     return str(codecache.cache_dir())  # type: ignore[attr-defined]
 
 
 def unwritable_cache(error: BaseException | None) -> str | None:
-    """Say that Inductor's cache folder cannot be written, if that is what an error, or its cause, is of."""
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # Inductor sets it where the user does not
+    """Return a message that Inductor's cache folder cannot be used, if an error or its cause is of that; else None."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # Inductor sets it if the user does not
     while error is not None:
         name = error.filename if isinstance(error, OSError) else None
         if folder and isinstance(name, str) and os.path.abspath(name).startswith(os.path.abspath(folder)):
@@ -219,6 +220,6 @@ def unwritable_cache(error: BaseException | None) -> str | None:
 
 
 def build_cpp(source: str, flags: Sequence[str]) -> ctypes.CDLL:
-    """Compile C++ for the CPU with Inductor's builder, or take it from its cache. Raises what the builder raises."""
+    """Compile C++ for the CPU with Inductor's builder, or load it from its cache. Raises what the builder raises."""
     library: ctypes.CDLL = codecache.CppCodeCache.load(source, device_type="cpu", extra_flags=tuple(flags))
     return library

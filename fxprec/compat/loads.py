@@ -1,4 +1,4 @@
-"""Limits on what Inductor lets one of its kernels read and compute."""
+"""Adjust Inductor's limits on how much one kernel may read and compute."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch._inductor.dependencies import MemoryDep
 
 @contextlib.contextmanager
 def only_tensors_are_loads(scaled: bool) -> Iterator[None]:
-    """Make Inductor's limits on a kernel count the tensors that it reads, and neither scales nor decoding.
+    """Raise Inductor's limits on a kernel, so that reads of scales and the operators that decode codes do not count.
 
-    ``scaled``: the graph reads scales of gradients. With them a kernel would exceed the limit of reads above which
-    Inductor writes a value with several readers to memory: a float32 gradient before each norm. With the operators that
-    decode codes it would exceed that of operators: GELU's gradient in float32 beside its bfloat16 copy for GEMMs.
+    Above these limits Inductor writes a value with several readers to memory. ``scaled``: the graph reads scales, which
+    exceed the limit of reads, so a float32 gradient would be written before each norm. Decoding exceeds the limit of
+    operators, so GELU's gradient would be written in float32 beside its bfloat16 copy for GEMMs.
     """
     reads = config.realize_reads_threshold + (_SCALES if scaled else 0)
     operators = max(config.realize_opcount_threshold or 0, _OPERATORS)
@@ -26,16 +26,16 @@ def only_tensors_are_loads(scaled: bool) -> Iterator[None]:
 
 
 _SCALES = 4
-_OPERATORS = 60  # twice Inductor's: a dozen decode a code, once for each reader in GELU's backward
+_OPERATORS = 60  # twice Inductor's limit: a dozen operators decode a code, once per reader in GELU's backward
 
 
 @contextlib.contextmanager
 def _inner_values_are_no_loads() -> Iterator[None]:
-    """Have Inductor limit what a kernel loads that sums over rows and over columns, not what it makes and reads itself.
+    """Patch Inductor to count only outside loads of a kernel that reduces over rows and columns, not its own values.
 
-    The limit (10, since torch 2.13) is there for registers' sake. By itself it counts buffers that are written and read
-    inside of the kernel alone, too: of a gradient with its bias's sum beside our counts some were left out, and for
-    these masks of every element were written and read again.
+    The limit (10, since torch 2.13) saves registers. Unpatched, the limit also counts buffers that are written and read
+    only inside of the kernel. So some of fxprec's counts beside a gradient and its bias's sum were not fused, and masks
+    of every element were written and read again for them.
     """
     reductions = getattr(scheduler, "FusedMixOrderReductions", None)
     most = getattr(config.triton, _LIMIT, 0)

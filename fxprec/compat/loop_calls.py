@@ -1,4 +1,4 @@
-"""Operators that are one call in Inductor's loops on a CPU, from lowering to the text."""
+"""Lower operators to one C++ function call inside Inductor's loops on a CPU."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch._inductor.codegen import cpp as _cpp
 from fxprec.compat.patches import optional
 
 LoopText = Callable[[str, str], str]
-"""From the C++ types of float32 and int32, single or vectors, to a function of one of them to one of them."""
+"""A function that returns a C++ function's text, given the C++ types of float32 and int32, scalar or vector."""
 
 _texts: dict[str, LoopText] = {}
 bytes_in_registers = optional("fxprec.compat.avx2", "bytes_in_registers", "loops over bytes for AVX2 are slower")
 
 
 def call_in_loop(x: object, name: str, text: LoopText, dtype: torch.dtype) -> Any:
-    """Return, in the body of a loop, what the function of that text makes of ``x``, as ``dtype``.
+    """Return the result, as ``dtype``, of calling the C++ function ``text`` on ``x`` in the body of a loop.
 
-    ``name`` names the text and nothing else. Inductor's own operator for a text it does not know is a GPU's: in its
-    C++ it has no meaning but the one that `calls_in_loops` gives it.
+    ``name`` must identify ``text``. Inductor's operator for inline code is for GPUs; on a CPU `calls_in_loops` gives
+    the operator its only meaning.
     """
     _texts[name] = text
     return virtualized.ops.inline_asm_elementwise(x, asm=name, constraints="", dtype=dtype, is_pure=True, pack=1)
 
 
 def converted_in_loop(x: object, dtype: torch.dtype, source: torch.dtype) -> Any:
-    """Return ``x`` as another dtype, in the body of a loop; between 8-bit dtypes its bits."""
+    """Return ``x`` converted to another dtype in the body of a loop; between 8-bit dtypes it is a bitcast."""
     if dtype == source:
         return x
     if dtype.itemsize == source.itemsize == 1:
@@ -39,10 +39,10 @@ def converted_in_loop(x: object, dtype: torch.dtype, source: torch.dtype) -> Any
 
 
 def lower_pointwise(target: object, result: Callable[..., torch.dtype], element: Callable[..., Any]) -> None:
-    """Let Inductor make a loop of an operator on a tensor and constants, ``args``.
+    """Register a pointwise lowering with Inductor for an operator on a tensor and constants ``args``.
 
-    ``result(*args)`` is the dtype of what it returns, ``element(x, dtype, *args)`` its element made of the tensor's,
-    ``x``, of that ``dtype``.
+    ``result(*args)`` returns the dtype of the result. ``element(x, dtype, *args)`` returns an element of the result
+    for an element ``x`` of the tensor, whose dtype is ``dtype``.
     """
     if target in lowering.lowerings:
         return
@@ -62,7 +62,7 @@ def lower_pointwise(target: object, result: Callable[..., torch.dtype], element:
 
 @contextlib.contextmanager
 def calls_in_loops() -> Iterator[None]:
-    """Let Inductor's C++ write `call_in_loop`'s texts."""
+    """Patch Inductor's C++ code generation to emit the texts of `call_in_loop`."""
 
     def inline_asm_elementwise(x: Any, *, asm: str, **_: object) -> str:
         types = "float", "int32_t"

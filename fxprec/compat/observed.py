@@ -1,4 +1,4 @@
-"""What torch does on a GPU, for who checks it: operators that run, CUDA graphs recorded and skipped, 8-bit products."""
+"""Observe torch on a GPU, for checks: operators that run, CUDA graphs recorded and skipped, 8-bit products."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def recorded_cuda_graphs(device: torch.device) -> int:
-    """Return how many CUDA graphs ``mode="reduce-overhead"`` has recorded on a device; those behind others left out."""
+    """Return the number of root CUDA graphs that ``mode="reduce-overhead"`` has recorded on a device."""
     if device.type != "cuda":
         return 0
     from torch._inductor.cudagraph_trees import get_manager
@@ -25,17 +25,17 @@ def recorded_cuda_graphs(device: torch.device) -> int:
 
 
 def skipped_cuda_graphs() -> int:
-    """Return how many graphs Inductor compiled without CUDA graphs although they were asked for."""
+    """Return how many graphs Inductor compiled without CUDA graphs although these were requested."""
     return int(counters["inductor"]["cudagraph_skips"])
 
 
 def forget_counts() -> None:
-    """Set what torch counts of its compilations to 0."""
+    """Reset torch's counters of compilations."""
     counters.clear()
 
 
 def compiling_anew() -> AbstractContextManager[Any]:
-    """Take no graph from AOTAutograd's cache meanwhile: each comes by the compiler."""
+    """Switch AOTAutograd's cache off inside the context, so that every graph is compiled."""
     patch: AbstractContextManager[Any] = torch._functorch.config.patch(enable_autograd_cache=False)
     return patch
 
@@ -58,7 +58,7 @@ class _Seen(TorchDispatchMode):
 
 
 def operators_of(function: Callable[[], Any]) -> frozenset[str]:
-    """Call a function; return the names of ATen's operators that ran."""
+    """Call a function and return the names of the ATen operators that ran."""
     with _Seen() as seen:
         function()
     return frozenset(seen.names)

@@ -1,4 +1,4 @@
-"""The order in which Inductor runs its kernels, and when it frees what they read."""
+"""Control the order in which Inductor runs its kernels, and when it frees their operands."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ _Kernel = tuple[dict[str, int], dict[str, int], frozenset[int]]
 
 
 class Ordered(Protocol):
-    """Orders kernels, given ``(makes, reads, after)`` of each: bytes by buffer, and positions; ``kept`` stay live.
+    """A function that orders kernels, each given as ``(makes, reads, after)``.
 
-    Returns None where no order is better than the one given, which then stays.
+    ``makes`` and ``reads`` map buffers to bytes; ``after`` has the positions of earlier kernels. Buffers in ``kept``
+    stay live.
     """
 
     def __call__(self, kernels: Sequence[_Kernel], kept: frozenset[str]) -> list[int] | None:
-        """Return indices of kernels in their new order, or None."""
+        """Return the indices of kernels in their new order, or None if the given order should stay."""
 
 
 class _KernelOrder(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)):  # type: ignore[misc]
-    """Orders Inductor's kernels before it fuses them, and lets no fusion undo that."""
+    """An Inductor pass that orders kernels before fusion, and prevents fusions that would undo the order."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class _KernelOrder(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraph
             nodes = self.before(nodes)
         scheduler = V.graph.scheduler
         kept = OrderedSet(V.graph.get_output_names())
-        if any(isinstance(node, FusedSchedulerNode) for node in nodes):  # of foreach operators; has no such dependency
+        if any(isinstance(node, FusedSchedulerNode) for node in nodes):  # foreach operators: `_chain` cannot order them
             return nodes
         memory.prepare_planning_info(
             nodes, scheduler.name_to_buf, scheduler.name_to_fused_node, OrderedSet(V.graph.graph_inputs), kept
@@ -66,7 +67,7 @@ class _KernelOrder(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraph
         return ordered
 
     def _held_back(self, found: Sequence[_Kernel], kernels: Sequence[Sequence[Any]]) -> list[_Kernel]:
-        """Have the next kernel come after each call of ``in_place``: an order that saves memory would put them last."""
+        """Make each kernel depend on ``in_place`` calls just before it: a memory-saving order would put these last."""
         calls = [any(getattr(n.node, "op_overload", None) in self.in_place for n in pieces) for pieces in kernels]
         ahead, held = set[int](), list[_Kernel]()
         for i, (makes, reads, after) in enumerate(found):
@@ -82,7 +83,7 @@ class _KernelOrder(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraph
 
 
 def _with_pieces(nodes: Sequence[Any]) -> list[list[Any]]:
-    """Return each kernel, and behind it what takes one of several results out of it: all are there at once."""
+    """Return each kernel followed by the nodes that extract its results, which are all allocated at once."""
     kernels, kernel_of = list[list[Any]](), dict[Any, list[Any]]()
     for node in nodes:
         before = list(node.mpi_node.pred_nodes)
@@ -105,7 +106,7 @@ def _as_kernel(nodes: Sequence[Any], at: Mapping[Any, int]) -> _Kernel:
 
 
 def _bytes(buffer: SchedulerBuffer) -> int:
-    """Return what is free when a buffer is; nothing where it shows an input."""
+    """Return the bytes that are freed with a buffer; 0 if the buffer is a view of an input."""
     made = getattr(buffer, "node", None)
     while isinstance(made, MultiOutput):
         (made,) = made.inputs
@@ -114,7 +115,7 @@ def _bytes(buffer: SchedulerBuffer) -> int:
 
 
 def _owner(buffer: object) -> Any:
-    """Return the buffer whose memory one is: another's where a call returns its argument."""
+    """Return the buffer that owns a buffer's memory, which is another one if a call returns its argument."""
     made: object = getattr(buffer, "node", None)
     shown = made.get_inputs_that_alias_output() if type(made) is FallbackKernel else ()
     others = V.graph.scheduler.name_to_buf
@@ -122,14 +123,14 @@ def _owner(buffer: object) -> Any:
 
 
 def _is_on_host(buffer: SchedulerBuffer) -> bool:
-    """Say whether a GPU's graph has a buffer in host memory."""
+    """Return whether a buffer of a GPU's graph is in host memory."""
     made: Any = getattr(buffer, "node", None) or V.graph.graph_inputs.get(buffer.get_name())
     device = made.get_device() if hasattr(made, "get_device") else None
     return device is not None and device.type == "cpu" and len(V.graph.device_types - {"cpu", "meta"}) > 0
 
 
 def _chain(nodes: Sequence[Any], kept: Collection[str]) -> None:
-    """Let each kernel wait for the GEMM, or the large result, before it: a fusion across one would undo the order."""
+    """Make each kernel depend on the last GEMM or large result before it, as fusing across it would undo the order."""
     last = None
     for node in nodes:
         if last is not None:
@@ -141,16 +142,16 @@ def _chain(nodes: Sequence[Any], kept: Collection[str]) -> None:
 
 
 _LARGE = 1 << 16
-"""Bytes of a result worth a kernel of its own."""
+"""Bytes from which a result gets its own kernel."""
 
 
 @contextlib.contextmanager
 def saving_memory(ordered: Ordered, key: str, in_place: Collection[OpOverload] = ()) -> Iterator[None]:
-    """Have Inductor run kernels in an order of ours, each by itself, and free each buffer after its last reader.
+    """Make Inductor run kernels in the order of ``ordered``, one by one, and free each buffer after its last reader.
 
-    It would keep freed buffers for later ones of their size, and call successive C++ loops as one function, with the
-    results of all allocated before and the operands of all freed after it (torch 2.13). ``key`` names what ``ordered``
-    does, for Inductor's code cache. Calls of ``in_place`` stay before the kernel that follows them.
+    Unpatched, Inductor reuses freed buffers for later ones of equal size. It also calls successive C++ loops as one
+    function, allocating all results before it and freeing all operands after it (torch 2.13). ``key`` identifies
+    ``ordered`` for Inductor's code cache. Calls of ``in_place`` stay before the kernel that follows them.
     """
     loops: object = cpp.CppScheduling
     orders = hasattr(memory, "prepare_planning_info") and "is_fake" in {f.name for f in fields(WeakDep)}

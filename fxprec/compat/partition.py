@@ -1,4 +1,4 @@
-"""AOTAutograd's partition of a joint graph in a forward and a backward half."""
+"""Partition a joint graph into a forward and a backward half, with AOTAutograd's functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Halves: TypeAlias = tuple[GraphModule, GraphModule]
 
 
 class Partitioner(CustomPartitionerFn):
-    """Inductor's partitioner from a function of (joint graph, its inputs, torch's options)."""
+    """A partitioner for Inductor, made of a function of (joint graph, its inputs, torch's options)."""
 
     def __init__(self, function: Callable[..., Halves], key: str) -> None:
         self.function, self.key = function, key
@@ -27,7 +27,7 @@ class Partitioner(CustomPartitionerFn):
         return self.function(gm, joint_inputs, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
-        return self  # ``scan`` copies Inductor's config as it is traced
+        return self  # tracing ``scan`` deep-copies Inductor's config
 
     def __reduce__(self) -> Any:
         return str, (self.key,)  # torch pickles Inductor's config into the keys of both caches
@@ -38,7 +38,7 @@ class Partitioner(CustomPartitionerFn):
 
 
 def without_effect(*, is_cut: bool) -> Iterator[tuple[str, str]]:
-    """Yield (setting of torch's, why it changes nothing here); ``is_cut``: torch's min-cut has no part."""
+    """Yield (torch's setting, why it has no effect). ``is_cut``: a peak budget partitions, not torch's min-cut."""
     if config.custom_partitioner_fn is not None:
         yield (
             "torch._inductor.config.custom_partitioner_fn",
@@ -52,14 +52,14 @@ def without_effect(*, is_cut: bool) -> Iterator[tuple[str, str]]:
 
 
 def min_cut(joint: GraphModule, inputs: Sequence[object], **options: Any) -> Halves:
-    """Return the halves of torch's own partition."""
+    """Return the halves of torch's own min-cut partition."""
     return partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
 
 
 def cut(joint: GraphModule, saved: Sequence[Node], drawn: Collection[Node] = (), *, num_fwd_outputs: int) -> Halves:
-    """Return the halves between which ``saved`` crosses, and what backward computes from it.
+    """Return the halves of a joint graph, in which forward saves the nodes ``saved`` for backward.
 
-    What is ``drawn`` at random in both halves is drawn from the same state of the generator.
+    Random nodes in ``drawn`` that are in both halves draw from the same generator state.
     """
     numbers = [node for node in saved if is_sym_node(node)]
     opaque = [node for node in saved if _is_opaque(node)]
@@ -70,7 +70,7 @@ def cut(joint: GraphModule, saved: Sequence[Node], drawn: Collection[Node] = (),
     )
     if drawn:
         for node in joint.graph.nodes:
-            if node not in drawn:  # attention that drops nothing is tagged as random, too
+            if node not in drawn:  # attention without dropout is tagged as random too
                 node.meta.pop("recompute", None)
         forward, backward = partitioners.functionalize_rng_ops(joint, forward, backward, len(numbers))
     backward = partitioners.reordering_to_mimic_autograd_engine(backward)

@@ -1,4 +1,4 @@
-"""Patches of torch that make code faster, or tell more: where torch renames what they need, they are left out."""
+"""Optional patches of torch, for speed or for warnings; a patch is skipped if torch lacks a private name it needs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _lock = threading.Lock()
 
 
 def optional(module: str, name: str, lost: str) -> Patch:
-    """Return the context manager ``name`` of ``module``, imported when it is entered.
+    """Return the context manager ``name`` of ``module``, which is imported when the context is entered.
 
-    Where torch lacks a private name that the context manager needs, it does nothing, and a warning says what is
-    ``lost``. What its body raises passes.
+    If torch lacks a private name that the context manager needs, entering does nothing but warn of what is ``lost``.
+    Exceptions of the body are passed on.
     """
 
     @contextmanager
@@ -41,7 +41,7 @@ def optional(module: str, name: str, lost: str) -> Patch:
 
 
 def tell_of_missing(cause: object, lost: str) -> None:
-    """Warn, once a process, that torch lacks a private name."""
+    """Warn once per process that torch lacks a private name."""
     with _lock:
         is_new = lost not in _told
         _told.add(lost)
@@ -57,8 +57,8 @@ def tell_of_missing(cause: object, lost: str) -> None:
 
 @contextmanager
 def replaced(owner: object, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Put ``make(old)`` in the place of an attribute of torch's, and back again, unless another came meanwhile."""
-    attribute = vars(owner)[name] if name in vars(owner) else getattr(owner, name)  # of a class: its staticmethod
+    """Replace an attribute of torch by ``make(old)`` inside the context; restore it unless it was replaced again."""
+    attribute = vars(owner)[name] if name in vars(owner) else getattr(owner, name)  # vars keeps a staticmethod as such
     made = make(getattr(owner, name))
     made = staticmethod(made) if isinstance(attribute, staticmethod) else made
     setattr(owner, name, made)

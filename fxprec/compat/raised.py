@@ -1,4 +1,4 @@
-"""What an exception of a traced model is about: the error behind Dynamo's, and the user's line."""
+"""Find the error behind an exception of Dynamo, and the user's line that caused it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1
 _LIBRARY = sysconfig.get_path("stdlib")
 _PACKAGES = os.path.join(_LIBRARY, "site-packages")
 
-_WRAPPED = "Dynamo failed to run FX node"  # torch 2.15 has an exception of the user's type beside its own
+_WRAPPED = "Dynamo failed to run FX node"  # torch 2.15 may wrap an error in an exception of the same type
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return the error that Dynamo met while it traced, such as a shape mismatch; any other exception itself."""
+    """Return the error behind one of Dynamo's exceptions, such as a shape mismatch; other exceptions unchanged."""
     found = error
     while type(found).__module__.startswith("torch._dynamo") or str(found).startswith(_WRAPPED):
         behind = found.__cause__ or found.__context__
@@ -31,7 +31,7 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def users_line(error: BaseException) -> str:
-    """Return ``"model.py:12"``, the user's line that Dynamo was tracing, or that raised; ``""`` if none is known."""
+    """Return the user's line that Dynamo was tracing or that raised, as ``"model.py:12"``; ``""`` if unknown."""
     traced: traceback.StackSummary | None = getattr(error, "real_stack", None)
     stack = traced or traceback.extract_tb(cause_of(error).__traceback__)
     lines = [frame for frame in stack if _is_the_users(frame.filename)]
@@ -39,13 +39,13 @@ def users_line(error: BaseException) -> str:
 
 
 def _is_the_users(file: str) -> bool:
-    """Say whether a file is neither torch's, fxprec's nor Python's own; another package's is a user's."""
+    """Return whether a file is the user's: not torch's, fxprec's or Python's own. Other packages are the user's."""
     return not file.startswith(_NOT_THE_USERS) and (not file.startswith(_LIBRARY) or file.startswith(_PACKAGES))
 
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Keep torch from logging a page of traceback for an operator that fake tensors refuse: the error says it."""
+    """Keep torch from logging a long traceback if an operator refuses fake tensors: the error has the same facts."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was, logger.disabled = logger.disabled, True
     try:

@@ -1,4 +1,4 @@
-"""torch's products of operands in blocks: `torch.nn.functional.scaled_mm` as torch 2.13 and 2.14 have it."""
+"""Multiply operands in block formats with `torch.nn.functional.scaled_mm`, as in torch 2.13 and 2.14."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 OLDEST = (10, 0)
-"""Compute capability from which tensor cores multiply operands in blocks."""
+"""Compute capability from which tensor cores multiply operands in block formats."""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """One kind of operands that `F.scaled_mm` multiplies."""
+    """A kind of operands that `F.scaled_mm` multiplies."""
 
     element: torch.dtype
-    """As torch views bytes of codes; float4 has two codes a byte, the first in the lower bits."""
+    """The dtype as which torch views the bytes of codes; float4 has two codes per byte, the first in the low bits."""
     scale: torch.dtype
     block: int
     has_whole: bool
-    """Whether a float32 scales the whole tensor too."""
+    """Whether the whole tensor also has a float32 scale."""
 
 
 MX = Scaling(torch.float8_e4m3fn, torch.float8_e8m0fnu, 32, has_whole=False)
@@ -30,7 +30,7 @@ NV_ONE_SCALE = Scaling(torch.float4_e2m1fn_x2, torch.float8_e4m3fn, 16, has_whol
 
 
 def multiplies_blocks(device: torch.device) -> bool:
-    """Say whether a device's tensor cores multiply operands in blocks."""
+    """Return whether a device's tensor cores multiply operands in block formats."""
     return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= OLDEST
 
 
@@ -39,13 +39,13 @@ class Arguments:
     """The arguments of one call of `F.scaled_mm`."""
 
     mat_a: Tensor
-    """(M, K), row-major; of two codes a byte (M, K / 2)."""
+    """(M, K), row-major; (M, K / 2) with two codes per byte."""
     mat_b: Tensor
-    """(K, N), column-major; (K / 2, N)."""
+    """(K, N), column-major; (K / 2, N) with two codes per byte."""
     scale_a: list[Tensor]
     scale_b: list[Tensor]
     recipe: list[F.ScalingType]
-    """Scaling of both operands."""
+    """The scaling of each operand; equal for both."""
     swizzle: list[F.SwizzleType]
 
     @classmethod
@@ -56,7 +56,7 @@ class Arguments:
         scales: tuple[Tensor, Tensor],
         wholes: tuple[Tensor | None, Tensor | None],
     ) -> Arguments:
-        """Return the arguments for bytes of codes (M, K) and (N, K), swizzled bytes of scales, and (1,) float32."""
+        """Return the arguments for codes (M, K) and (N, K) as bytes, swizzled bytes of scales, and (1,) float32."""
         block = {16: F.ScalingType.BlockWise1x16, 32: F.ScalingType.BlockWise1x32}[scaling.block]
         more = ([F.ScalingType.TensorWise], [F.SwizzleType.NO_SWIZZLE]) if scaling.has_whole else ([], [])
         a, b = (c.view(scaling.element) for c in codes)

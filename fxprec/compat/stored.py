@@ -1,7 +1,7 @@
-"""AOTAutograd's cache: it keeps the halves of a graph together with what their driver knows of them.
+"""Store the halves of a graph in AOTAutograd's cache, together with the driver's facts about the halves.
 
-A hit skips tracing, passes and partition. What is stored of a half is Inductor's key of its code and plain data; torch
-pickles both beside its own entries.
+A hit skips tracing, passes and partition. The entry of a half has the key of its code in Inductor's cache, and plain
+data; torch pickles both beside its own entries.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class StoredHalf(OutputCode):
 
     run: Run
     known: object
-    """What the driver needs to run it again: dataclasses of plain data, no code."""
+    """The facts that the driver needs to run the half: dataclasses of plain data, no code."""
     guards: str | None = None
-    """As Inductor stored them."""
+    """The guard expression of Inductor's code."""
     _boxed_call: bool = True
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
-        """Run the code on a list of inputs, which it may empty."""
+        """Run the code on a list of inputs, which the code may empty."""
         return self.run(inputs)  # type: ignore[arg-type]
 
     def prepare_for_serialization(self) -> None:
-        """Called for the copy that is stored."""
+        """Remove the code; AOTAutograd calls this on the copy that it stores."""
         self.run = _without_code
 
     def post_compile(self, example_inputs: Sequence[Any], constants: object, graph_kwargs: Any) -> None:
-        """Called for what was stored: take the code from Inductor's cache. Raises torch's exceptions for a miss."""
+        """Load the code of a stored half from Inductor's cache. Raises torch's exceptions for a miss."""
         load = _load.get()
         if load is None or self._fx_graph_cache_key is None:
             raise autograd_cache.BypassAOTAutogradCache("an entry of fxprec's, and not its backend asks for it")
@@ -61,22 +61,22 @@ class StoredHalf(OutputCode):
         self.run = load(self.known, code)
 
     def set_triton_bundle(self, triton_bundle: object) -> None:
-        """Inductor's entry has it."""
+        """Do nothing: Inductor's own entry has the bundle."""
 
 
 def storable(run: Run, known: object, code: object) -> StoredHalf:
-    """Return ``run`` as AOTAutograd's cache takes it; ``code`` is what ``compile_fx_inner`` returned."""
+    """Wrap ``run`` as a half that AOTAutograd's cache can store. ``code``: the result of ``compile_fx_inner``."""
     half = StoredHalf(run, known, getattr(code, "guards_expr", None))
-    half._fx_graph_cache_key = getattr(code, "_fx_graph_cache_key", None)  # None: not stored
+    half._fx_graph_cache_key = getattr(code, "_fx_graph_cache_key", None)  # None: the code is not in the cache
     return half
 
 
 @contextlib.contextmanager
 def stored_autograd(load: Load | None) -> Iterator[None]:
-    """Let AOTAutograd's cache answer, with what `storable` made; ``load`` says how a half found there is run.
+    """Use AOTAutograd's cache for halves of `storable`; ``load`` returns the callable of a half that was found.
 
-    None: switch the cache off, since a hit would skip our passes, and with them the plan. The backward half is compiled
-    with the forward half, when the entry is stored: the next of many equal layers finds it in the same step.
+    ``load`` None switches the cache off, since a hit would skip fxprec's passes and so the plan. The backward half is
+    compiled together with the forward half, so that the entry is stored before the next equal layer is compiled.
     """
     if load is None or not _can_store():
         with torch._functorch.config.patch(enable_autograd_cache=False):
@@ -91,7 +91,7 @@ def stored_autograd(load: Load | None) -> Iterator[None]:
 
 
 def _can_store() -> bool:
-    """Say whether torch has what `StoredHalf` needs; warn where it has not."""
+    """Return whether torch has the private names that `StoredHalf` needs; warn if one is missing."""
     lost = "no compiled graph is stored, and each process compiles anew"
     for owner, name in (
         (getattr(autograd_cache, "AOTAutogradCache", autograd_cache), "make_entry"),
@@ -106,7 +106,7 @@ def _can_store() -> bool:
 
 
 def _storing_whole_halves(make_entry: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what stores a half of ours whole: AOTAutograd else stores Inductor's key alone."""
+    """Wrap ``make_entry`` to store a `StoredHalf` whole, of which AOTAutograd would store only Inductor's key."""
 
     def make_whole_entry(compiled_fw_func: Callable[..., object], *args: object, **options: object) -> Any:
         if not isinstance(inspect.unwrap(compiled_fw_func), StoredHalf):
@@ -118,9 +118,9 @@ def _storing_whole_halves(make_entry: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def traced_facts(gm: GraphModule) -> Iterator[str]:
-    """Yield what AOTAutograd's key leaves out of a graph and a plan may depend on.
+    """Yield facts of a graph that a plan may depend on and that AOTAutograd's key leaves out.
 
-    That is names, modules, source lines and annotations of its nodes, and the ranges and hints of its dynamic sizes.
+    These are names, modules, source lines and annotations of nodes, and ranges and hints of dynamic sizes.
     """
     for part in gm.modules():
         for node in part.graph.nodes if isinstance(part, GraphModule) else ():

@@ -1,4 +1,4 @@
-"""How Inductor's C++ loops over 8-bit codes are cut into vectors."""
+"""Choose the vector size of Inductor's C++ loops over 8-bit codes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 @contextlib.contextmanager
 def tiles_for_bytes() -> Iterator[None]:
-    """Have C++ loops over 8-bit codes walk as many elements at once as a vector of float32 has.
+    """Patch Inductor so that C++ loops over 8-bit codes handle as many elements at once as a float32 vector has.
 
-    Beside 16-bit floats alone they would walk twice as many, for which the conversions of codes are scalar: 1 ns an
-    element for 0.2 (torch 2.13, AVX-512).
+    In loops with only codes and 16-bit floats Inductor would handle twice as many, and convert codes one by one: 1 ns
+    per element instead of 0.2 (torch 2.13, AVX-512).
     """
     code: Any = _cpp
     if not all(hasattr(code, name) for name in ("TilingSelect", "_get_dtype_from_loopbodies", "_get_loop_body")):

@@ -1,4 +1,4 @@
-"""torch's trees of containers."""
+"""torch's functions on nested containers (pytrees)."""
 
 from __future__ import annotations
 

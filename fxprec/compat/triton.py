@@ -1,4 +1,4 @@
-"""Triton kernels: calls of them in graphs, compiling ahead, and where they run."""
+"""Call Triton kernels in graphs, compile them ahead of time, and check where they can run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fxprec.compat.versions import OLDEST_TRITON, version_of, words
 
 
 class TritonCalls:
-    """Calls of Triton kernels as graph nodes: the operator Dynamo itself writes for a user's kernel."""
+    """Calls of Triton kernels as graph nodes, with the operator that Dynamo uses for a user's kernel."""
 
     target = triton_kernel_wrapper_functional
 
     def keywords(
         self, source: str, name: str, programs: object, arguments: dict[str, object], written: list[str]
     ) -> dict[str, Any]:
-        """Return the operator's keyword arguments. The source is kept in Inductor's cache folder."""
+        """Return the operator's keyword arguments. The source is written to Inductor's cache folder."""
         return {
             "kernel_idx": kernel_side_table.add_kernel(load_kernel(source, name)),
             "constant_args_idx": kernel_side_table.add_constant_args({}),
@@ -38,21 +38,21 @@ def load_kernel(source: str, name: str) -> Any:
 
 
 def triton_interprets() -> bool:
-    """Say whether Triton, which is installed, runs kernels in its interpreter."""
+    """Return whether Triton, which must be installed, runs kernels in its interpreter."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)
 
 
 def runs_in_interpreter(kernel: object) -> bool:
-    """Say whether a Triton function was made for the interpreter."""
+    """Return whether a Triton function was made for the interpreter."""
     from triton.runtime.interpreter import InterpretedFunction
 
     return isinstance(kernel, InterpretedFunction)
 
 
 def why_not_started(error: BaseException | None) -> str | None:
-    """Say why a kernel that compiled cannot start, in Triton's words or Inductor's; None of other errors."""
+    """Return why a compiled kernel cannot start, in Triton's or Inductor's words; None for other errors."""
     while error is not None:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         if type(error).__name__ == "OutOfResources" and type(error).__module__.startswith("triton"):
@@ -64,7 +64,7 @@ def why_not_started(error: BaseException | None) -> str | None:
 
 
 def kernel_running(error: BaseException) -> str | None:
-    """Return the name of the Triton kernel that was being launched when ``error`` was raised, where that is known."""
+    """Return the name of the Triton kernel whose launch raised ``error``, or None if unknown."""
     found, trace = None, error.__traceback__
     while trace is not None:
         owner = trace.tb_frame.f_locals.get("self")
@@ -75,7 +75,7 @@ def kernel_running(error: BaseException) -> str | None:
 
 
 def no_triton(device: torch.device) -> str | None:
-    """Say why generated Triton kernels cannot run on ``device``, or None where they can."""
+    """Return why generated Triton kernels cannot run on ``device``, or None if they can."""
     try:
         import triton
     except ImportError:
@@ -93,7 +93,7 @@ def no_triton(device: torch.device) -> str | None:
 
 
 def refused_gpu(device: torch.device) -> str | None:
-    """Say why fxprec makes no code for a GPU, or None where it does. A GPU that is planned for only is not asked."""
+    """Return why fxprec has no code for a GPU, or None if it has. A GPU that is absent and only planned for passes."""
     if torch.version.hip is not None:
         return f"device '{device}' is AMD's (ROCm {torch.version.hip}): fxprec's code is for NVIDIA's GPUs"
     if not torch.cuda.is_available():
@@ -110,7 +110,7 @@ OLDEST_WITH_FP8 = (8, 9)
 
 
 def no_native_fp8(device: torch.device) -> str | None:
-    """Say why Inductor's code cannot hold 8-bit float dtypes on ``device``, or None where it can."""
+    """Return why Inductor's code cannot use 8-bit float dtypes on ``device``, or None if it can."""
     if device.type != "cuda":
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -127,10 +127,10 @@ def compile_triton(
     arch: int,
     options: Mapping[str, Any],
 ) -> Any:
-    """Compile a Triton function for an NVIDIA architecture (80, 89, 90, 100), with no GPU.
+    """Compile a Triton function for an NVIDIA architecture (80, 89, 90, 100); no GPU is needed.
 
-    ``kinds``: Triton's type of each parameter; ``aligned``: positions of those divisible by 16. The result has ``asm``
-    (``"ptx"``, ``"cubin"``) and ``metadata.shared`` (bytes). Raises what Triton's compiler raises.
+    ``kinds``: Triton's type of each parameter. ``aligned``: positions of parameters divisible by 16. The result has
+    ``asm`` (``"ptx"``, ``"cubin"``) and ``metadata.shared`` (bytes). Raises what Triton's compiler raises.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -142,13 +142,13 @@ def compile_triton(
 
 
 def current_architecture() -> int:
-    """Return the current GPU's compute capability: 90 for 9.0."""
+    """Return the current GPU's compute capability as an int, 90 for 9.0."""
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor
 
 
 def triton_tool(name: str) -> Path:
-    """Return a program that comes with Triton: ``cuobjdump``, ``ptxas``."""
+    """Return the path of a program that comes with Triton, such as ``cuobjdump`` or ``ptxas``."""
     from triton.backends import nvidia
 
     return Path(str(nvidia.__file__)).parent / "bin" / name

@@ -1,9 +1,9 @@
-"""Inductor's C++ loops compiled several to a file.
+"""Compile several of Inductor's C++ loops in one file.
 
-Inductor writes a file for each loop, and each costs a compiler half a second for the headers and a library of its own
-before it reads the loop, about as much as the loop. Here the loops of a graph that are not compiled yet share files, as
-many as Inductor compiles at once. Which library has which loop is kept beside Inductor's code, so that a loop of
-another graph, or of the same after a promotion, is found as before.
+Inductor writes one file per loop. For each file the compiler spends half a second on headers and on a separate library,
+about as long as on the loop itself. Here a graph's new loops share files, as many files as Inductor compiles at once.
+A record of which library has which loop is stored in Inductor's cache folder. So loops of other graphs, or of the same
+graph after a promotion, are still found.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 Loop = Callable[..., None]
 
-_MOST = 16  # loops of a file, so that a large graph's compile side by side
-_DIRECTIVE = re.compile(r"^\s*#(?!pragma\b)", re.MULTILINE)  # knows no namespace
+_MOST = 16  # loops per file, so that a large graph's files compile in parallel
+_DIRECTIVE = re.compile(r"^\s*#(?!pragma\b)", re.MULTILINE)  # directives ignore namespaces, so such a loop cannot share
 _ENTRY = re.compile(r'extern "C"\s+void\s+kernel\(')
 
 log = logging.getLogger(__name__)
@@ -40,18 +40,18 @@ _wait: Callable[..., None] = AsyncCompile.wait
 
 
 class _NotShared(Exception):
-    """A loop's text, or torch's for its binding, is not what was expected."""
+    """A loop's text, or torch's text for its binding, has an unexpected form, so that loops cannot share a file."""
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A loop in the scope of Inductor's code, until that waits for them all."""
+    """A placeholder for a loop in the scope of Inductor's code, until the code waits for all of its loops."""
 
     types: tuple[str, ...]
     source: str
 
     def __call__(self, *args: object) -> None:
-        """Run it, where nobody has waited: another thread's code, written before it could see that loops are shared."""
+        """Compile and run the loop by itself, for another thread's code that did not wait for shared loops."""
         self.alone()(*args)
 
     def alone(self) -> Loop:
@@ -64,8 +64,8 @@ class _Wanted:
 
 @contextlib.contextmanager
 def loops_share_files() -> Iterator[None]:
-    """Let Inductor compile the C++ loops of a graph several to a file; their bits are the same."""
-    if AsyncCompile.cpp_pybinding is not _alone or AsyncCompile.wait is not _wait:  # within another, or replaced
+    """Patch Inductor to compile several C++ loops of a graph in one file; the results are bitwise the same."""
+    if AsyncCompile.cpp_pybinding is not _alone or AsyncCompile.wait is not _wait:  # nested, or patched by others
         yield
         return
     replaced: Any = AsyncCompile
@@ -77,7 +77,7 @@ def loops_share_files() -> Iterator[None]:
 
 
 def _want(self: AsyncCompile, argtypes: Sequence[str], source_code: str, *args: object, **kwargs: object) -> Any:
-    if args or kwargs:  # a setting that a shared file does not have
+    if args or kwargs:  # settings that a shared file cannot have
         return _alone(self, argtypes, source_code, *args, **kwargs)
     kernel_code_log.info("CPP+Bindings Kernel:\n%s", source_code)
     return _Wanted(tuple(argtypes), source_code)
@@ -103,7 +103,7 @@ def _compiled(wanted: Sequence[_Wanted], compiler: AsyncCompile) -> dict[_Wanted
     for unit, finish in files:
         try:
             library = finish()
-        except Exception as error:  # any failure of a foreign compiler: another loop's text may be the cause
+        except Exception as error:  # the compiler may fail for any reason, perhaps because of one loop's text
             found |= _one_by_one(unit, error)
             continue
         for i, loop in enumerate(unit):
@@ -118,13 +118,13 @@ def _one_by_one(unit: Sequence[_Wanted], error: Exception) -> dict[_Wanted, Loop
 
 
 def _settings() -> str:
-    """What decides about a library beside the text."""
+    """Return the settings that affect a library besides its text."""
     options = {name: value for name, value in config.get_config_copy().items() if name.startswith("cpp.")}
     return repr((torch.__version__, str(pick_vec_isa()), sorted(options.items(), key=str)))
 
 
 def _units(loops: Sequence[_Wanted]) -> list[list[_Wanted]]:
-    """Share loops out among files of about equal length."""
+    """Distribute loops over files of about equal length."""
     count = min(len(loops), max(get_compile_threads(), -(-len(loops) // _MOST)))
     units: list[list[_Wanted]] = [[] for _ in range(count)]
     lengths = [0] * count
@@ -136,14 +136,14 @@ def _units(loops: Sequence[_Wanted]) -> list[list[_Wanted]]:
 
 
 def _begun(unit: Sequence[_Wanted], compiler: AsyncCompile) -> Callable[[], ModuleType]:
-    """Begin to compile a file; the result waits for it, and raises what the compiler raises. Raises `_NotShared`."""
-    several = get_compile_threads() > 1  # where there is one, submitting is running, under a lock that it takes too
+    """Start to compile a file; the result waits for it and raises what the compiler raises. Raises `_NotShared`."""
+    several = get_compile_threads() > 1  # with one thread, submit would run at once and take a lock that is held
     finish: Callable[[], ModuleType] = Bindings.load_async(_text(unit), submit_fn=compiler.submit if several else None)
     return finish
 
 
 def _text(unit: Sequence[_Wanted]) -> str:
-    """Each loop in a namespace, then torch's binding with a function for each."""
+    """Return a file's text: each loop in its own namespace, then torch's binding with a function for each loop."""
     includes: dict[str, None] = {}
     loops, functions, rows = [], [], []
     for i, loop in enumerate(unit):
@@ -163,7 +163,7 @@ def _text(unit: Sequence[_Wanted]) -> str:
 
 
 def _binding(types: Sequence[str], name: str) -> tuple[str, str, str, str]:
-    """Torch's text that binds a function: helpers, the function Python calls, its row among the methods, the module."""
+    """Return torch's binding of a function in four parts: helpers, Python function, row of the methods, module."""
     args = ", ".join(f"parse_arg<{kind.replace('const ', '')}>(args, {i})" for i, kind in enumerate(types))
     text = Bindings.suffix_template.format(
         arg_len=len(types),
@@ -180,7 +180,7 @@ def _binding(types: Sequence[str], name: str) -> tuple[str, str, str, str]:
 
 
 def _stored(place: Path) -> Loop | None:
-    """Return a loop that another file has; None where it was never compiled, or its library is gone."""
+    """Return a loop from a library compiled earlier; None if there is none, or if its library is gone."""
     try:
         path, key, i = json.loads(place.read_text(encoding="utf-8"))
         result: Loop | None = getattr(Bindings._load_library(path, key), f"kernel_{i:d}")

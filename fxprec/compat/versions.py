@@ -1,4 +1,4 @@
-"""Which versions of torch and Triton this release was tried with, and what is said of newer ones."""
+"""The versions of torch and Triton that this release was tested with, and the warning for newer ones."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def torch_version() -> Version:
 
 
 def version_of(text: str) -> Version:
-    """Return major and minor of "2.15.0+cu132" or "3.10.0a0+git1234"."""
+    """Return the major and minor version of a text such as "2.15.0+cu132" or "3.10.0a0+git1234"."""
     major, minor = text.split(".")[:2]
     return int(major), int(minor)
 
 
 MAXIMUM_KEEPS_NAN = torch_version() >= (2, 14)
-"""Whether Inductor's minima and maxima on a GPU keep NaN in the instruction itself."""
+"""Whether Inductor's minimum and maximum on a GPU propagate NaN within the instruction itself."""
 
 
 def words(version: Version) -> str:
@@ -33,7 +33,7 @@ def words(version: Version) -> str:
 
 
 def newer_than_tried() -> list[str]:
-    """Say of torch and of Triton, in a line each, where it is newer than this release was tried with."""
+    """Return one line for each of torch and Triton that is newer than the versions this release was tested with."""
     ranges = [("torch", torch.__version__, OLDEST_TORCH, NEWEST_TORCH)]
     with contextlib.suppress(ImportError):
         import triton
