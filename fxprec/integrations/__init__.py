@@ -1,7 +1,7 @@
-"""Trainers and tools: what each needs beside ``torch.compile`` to save, resume and log (docs/integrations.md).
+"""Support for trainers and tools: compile, save, resume, log and export (docs/integrations.md).
 
-``fxprec.integrations.huggingface`` and ``.lightning`` hold a callback each, ``.torchtitan`` a converter. These import
-their package, and nothing else here does.
+``fxprec.integrations.huggingface`` and ``.lightning`` each have a callback, ``.torchtitan`` has a converter. Only these
+modules import their trainer's package.
 """
 
 from __future__ import annotations

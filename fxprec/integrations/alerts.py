@@ -1,4 +1,4 @@
-"""Alerts: a tensor and a rule on its statistics, such as ``("layers.*:grad_output", "underflow_ratio > 0.5")``."""
+"""Alerts: rules on the statistics of tensors, such as ``("layers.*:grad_output", "underflow_ratio > 0.5")``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class Alert:
-    """What is looked at, and when it is too much."""
+    """A pattern of tensors, and a limit for one of their statistics."""
 
     pattern: str
     number: str
@@ -31,7 +31,7 @@ class Alert:
 
     @classmethod
     def of(cls, given: object) -> Alert:
-        """Read (pattern, rule). Raises `ConfigError`."""
+        """Return the alert of a pair (pattern, rule). Raises `ConfigError` for a malformed pair."""
         if not isinstance(given, tuple | list) or len(given) != 2 or not all(isinstance(part, str) for part in given):
             raise ConfigError(f"alert {given!r}; give it (pattern, rule), as ('layers.*', 'underflow_ratio > 0.5')")
         pattern, rule = given
@@ -47,15 +47,15 @@ class Alert:
 
     @property
     def rule(self) -> str:
-        """Return the rule as text: ``overflow_ratio > 0.1``."""
+        """The rule as text, such as ``overflow_ratio > 0.1``."""
         return f"{self.number} {self.sign} {self.limit:g}"
 
     def takes(self, row: Mapping[str, Any]) -> bool:
-        """Say whether a row of `Backend.stats` is of a tensor that the pattern means."""
+        """Return whether the pattern matches the tensor of a row of `Backend.stats`."""
         return TensorPattern.of(self.pattern).takes(row["tensor"], row["kind"], row["module"])
 
     def fires(self, row: Mapping[str, Any]) -> bool:
-        """Say whether a row of statistics breaks the rule."""
+        """Return whether a row of statistics is beyond the limit."""
         value = row[self.number]
         return value is not None and _COMPARE[self.sign](value, self.limit)
 
@@ -68,16 +68,16 @@ def _number(text: str) -> float | None:
 
 
 def alerts_of(given: Iterable[object]) -> tuple[Alert, ...]:
-    """Read alerts. Raises `ConfigError`."""
+    """Return the alerts of pairs (pattern, rule). Raises `ConfigError` for a malformed pair."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ConfigError(f"alerts is {given!r}; give it a tuple of (pattern, rule)")
     return tuple(map(Alert.of, given))
 
 
 def note_alerts(backend: Backend, rows: Sequence[Mapping[str, Any]], alerts: Iterable[Alert]) -> int:
-    """Note an ``"alert"`` event for each tensor whose rule has come true since it was last false; return how many are.
+    """Note an ``"alert"`` event for each tensor that is newly beyond a limit; return how many tensors are beyond one.
 
-    ``rows`` are of that backend. A pattern that takes no stored tensor is a warning, once.
+    ``rows`` are the backend's statistics. A pattern that matches no stored tensor gives one warning.
     """
     firing = 0
     for alert in alerts:

@@ -1,4 +1,4 @@
-"""Which parts of a model fxprec compiled, and compiling them where a trainer owns the loop."""
+"""Find the parts of a model that fxprec compiled, and compile parts in place for trainers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fxprec.driver.backend import Backend
 from fxprec.driver.named import find_backend
 from fxprec.errors import ConfigError, FxprecWarning
 
-# What torch's wrappers put before a module's name: torch.compile, DDP, checkpoint_wrapper, FSDP1.
+# The attribute names that torch's wrappers add to a module's name: torch.compile, DDP, checkpoint_wrapper, FSDP1.
 _WRAPPERS = frozenset({"_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 def backends_in(model: object) -> dict[str, Backend]:
     """Return the backends of a model's compiled parts by module name, "" for the whole model; each backend once.
 
-    ``model``: what `torch.compile` returned, a module compiled in place or with such modules inside, a wrapper of one
-    (DDP, FSDP), or a `Backend`. Raises `ConfigError` where fxprec compiled none of it.
+    ``model``: a result of `torch.compile`, a module that is compiled in place or has such modules inside, a wrapper of
+    one (DDP, FSDP), or a `Backend`. Raises `ConfigError` if fxprec compiled no part.
     """
     if isinstance(model, Backend):
         return {"": model}
@@ -45,10 +45,10 @@ def _without_wrappers(name: str) -> str:
 
 
 def compile_layers(model: nn.Module, layer: str | type[nn.Module], options: Mapping[str, Any] | None = None) -> int:
-    """Compile each module of a class in place, with a backend each; return how many. FSDP2 wants it by layer.
+    """Compile each module of a class in place, each with its own backend, as FSDP2 needs; return how many.
 
-    ``layer``: the class or its name, as in ``"LlamaDecoderLayer"``. Call it before ``fully_shard``, which gives modules
-    classes of its own. Raises `ConfigError` where no module is of that class.
+    ``layer``: the class or its name, such as ``"LlamaDecoderLayer"``. Call this before ``fully_shard``, which changes
+    the classes of modules. Raises `ConfigError` if no module is of that class.
     """
     chosen = [m for m in model.modules() if (layer in _names(m) if isinstance(layer, str) else isinstance(m, layer))]
     if not chosen:
@@ -61,9 +61,9 @@ def compile_layers(model: nn.Module, layer: str | type[nn.Module], options: Mapp
 
 
 def compile_in_place(module: nn.Module, options: Mapping[str, Any] | None = None) -> None:
-    """Compile a module in place, if fxprec has not yet: its class, names and `state_dict` stay as they are.
+    """Compile a module in place, unless fxprec did already. Its class, names and `state_dict` stay the same.
 
-    Other ``options`` than those of the earlier compilation are a warning.
+    ``options`` that differ from those of the earlier compilation give a warning.
     """
     backend = find_backend(module)
     if backend is None:
@@ -78,7 +78,7 @@ def compile_in_place(module: nn.Module, options: Mapping[str, Any] | None = None
 
 
 def checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the options of a callback as a dict of its own. Raises `ConfigError` for what is no mapping."""
+    """Return a copy of a callback's options as a dict. Raises `ConfigError` if ``options`` is not a mapping."""
     if options is not None and not isinstance(options, Mapping):
         raise ConfigError(f"options is {options!r}; give a dict of fxprec.Config's fields, such as {{'recipe': 'fp8'}}")
     return dict(options or {})

@@ -1,8 +1,8 @@
-"""Plans as the ``quantization_config`` of inference engines, and such a config as formats of the forward pass.
+"""Convert plans to the ``quantization_config`` of inference engines, and such a config to options.
 
-vLLM and SGLang read the config of the package compressed-tensors: which layers multiply rounded operands, how many bits
-and which elements share a scale. `to_compressed_tensors` writes the forward products of plans so, and
-`from_compressed_tensors` reads one as options. Formats of gradients have no place in a config.
+vLLM and SGLang read the config of the package compressed-tensors: which layers multiply rounded operands, in how many
+bits, and which elements share a scale. `to_compressed_tensors` writes the forward products of plans as such a config.
+`from_compressed_tensors` reads a config as options. A config has no formats of gradients.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ _FP8 = "e4m3fn"
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a config writes one format of a product's operands."""
+    """The entry of a config for one format of a product's operands."""
 
     preset: str
-    """compressed-tensors' own name of it."""
+    """compressed-tensors' name of the scheme."""
     format: str
-    """How a checkpoint holds the weights."""
+    """Format of the weights in a checkpoint."""
     formats: tuple[str, ...]
-    """Our formats that a config writes so; imported is the first."""
+    """fxprec's formats that are exported as this scheme; the first one is used for import."""
     num_bits: int
     strategy: str
     group_size: int | None = None
     scale_dtype: str | None = None
     dynamic: bool | str = True
-    """Whether scales of inputs are made for each call; ``"local"``: those of blocks are, and the tensor's is not."""
+    """Whether scales of inputs are computed in each call; ``"local"``: only those of blocks, not the tensor's."""
 
     def args(self, dynamic: bool | str) -> Json:
-        """Return what the config says of weights, or of inputs."""
+        """Return the config's entry for weights or for inputs."""
         scale = {} if self.scale_dtype is None else {"scale_dtype": self.scale_dtype}
         said = {"num_bits": self.num_bits, "type": "float", "symmetric": True, "strategy": self.strategy}
         return said | {"group_size": self.group_size, "dynamic": dynamic} | scale
 
     def group(self, targets: Sequence[str]) -> Json:
-        """Return a group of the config."""
+        """Return a group of the config for the layers ``targets``."""
         weights, inputs = self.args(False), self.args(self.dynamic)
         return {
             "targets": list(targets),
@@ -72,16 +72,16 @@ SCHEMES = (
 
 @dataclass(frozen=True)
 class Exported:
-    """A config, and what an engine does otherwise than the training did."""
+    """A config, and remarks on differences between an engine and the training."""
 
     config: Json
     remarks: tuple[str, ...] = ()
 
 
 def to_compressed_tensors(plans: Iterable[Plan]) -> Exported:
-    """Return the config of the forward products of a model's plans; layers in ``hi`` are in its ``ignore`` list.
+    """Return the config for the forward products of a model's plans; layers in ``hi`` are in its ``ignore`` list.
 
-    Raises `PlanError` for a product that no config describes, and where no product is rounded.
+    Raises `PlanError` for a product that no config can describe, and if no product is rounded.
     """
     plans = list(plans)
     formats: dict[str, str] = {}
@@ -111,7 +111,7 @@ def to_compressed_tensors(plans: Iterable[Plan]) -> Exported:
 
 
 def _add(formats: dict[str, str], gemm: Gemm, fmt: str) -> None:
-    """Note the format of a layer. Raises `PlanError` for a product that a config cannot name."""
+    """Add a layer's format to ``formats``. Raises `PlanError` for a product that a config cannot name."""
     if not _is_linear(gemm):
         if fmt:
             raise PlanError(
@@ -139,7 +139,7 @@ def _is_linear(gemm: Gemm) -> bool:
 
 
 def _forward(plan: Plan, gemm: Gemm) -> str:
-    """Return the format of a product's operands in an engine, ``""`` for ``hi``."""
+    """Return the format of a product's operands for an engine, ``""`` for ``hi``."""
     if gemm.forward or not _is_linear(gemm) or not plan.groups[gemm.group_before].low:
         return gemm.forward
     low = plan.recipe.lo_forward
@@ -176,11 +176,11 @@ def _remarks(plans: Sequence[Plan], schemes: Iterable[Scheme]) -> Iterator[str]:
 
 
 def from_compressed_tensors(config: Mapping[str, Any] | str | Path, model: nn.Module | None = None) -> Json:
-    """Return options (``recipe``, ``keep_high``) whose forward products round operands as a config says.
+    """Return options (``recipe``, ``keep_high``) whose forward products round operands as a config specifies.
 
-    ``config`` is a ``quantization_config``, a model's ``config.json`` that holds one, or the path of either. ``model``
-    is needed where the config names layers by patterns, or names those that it rounds. Gradients are multiplied in
-    bf16. Raises `ConfigError` for what no recipe expresses.
+    ``config`` is a ``quantization_config``, a model's ``config.json`` with one, or the path of either. ``model`` is
+    needed if the config names layers by patterns, or names the layers that it rounds. Gradients are multiplied in bf16.
+    Raises `ConfigError` for a config that no recipe can express.
     """
     said = _read(config)
     schemes = {_imported(name, group) for name, group in said["config_groups"].items()}
@@ -231,7 +231,7 @@ def _check_patterns(patterns: Iterable[str]) -> None:
 
 
 def _imported(name: str, group: Mapping[str, Any] | list[str]) -> Scheme:
-    """Return the scheme of a group. Raises `ConfigError` for one that a recipe does not express."""
+    """Return the scheme of a group. Raises `ConfigError` for a group that no recipe can express."""
     if isinstance(group, list):
         found = next((scheme for scheme in SCHEMES if scheme.preset == name.upper()), None)
         said: object = name
@@ -240,7 +240,7 @@ def _imported(name: str, group: Mapping[str, Any] | list[str]) -> Scheme:
             raise ConfigError(f"group {name!r} rounds outputs, which forward products here do not; take them out")
         said = tuple(_said(group.get(key)) for key in ("weights", "input_activations"))
         found = next((s for s in SCHEMES if said == (_said(s.args(False)), _said(s.args(s.dynamic)))), None)
-        if found is None:  # one scale for each tensor from calibration: the same rounding
+        if found is None:  # static scales per tensor, from calibration: the rounding is the same
             found = next((s for s in SCHEMES[:1] if said == (_said(s.args(False)),) * 2), None)
     if found is None:
         known = ", ".join(scheme.preset for scheme in SCHEMES)
@@ -253,7 +253,7 @@ def _said(args: Mapping[str, Any] | None) -> str:
 
 
 def _high(targets: Sequence[str], ignored: Sequence[str], model: nn.Module | None) -> tuple[str, ...]:
-    """Return the patterns of ``keep_high``: layers that are ignored, and linear layers that no target names."""
+    """Return the patterns for ``keep_high``: ignored layers, and linear layers that no target names."""
     if model is None:
         odd = next((t for t in targets if t != "Linear"), None) or next(
             (i for i in ignored if i.startswith("re:")), None
@@ -272,7 +272,7 @@ def _high(targets: Sequence[str], ignored: Sequence[str], model: nn.Module | Non
 
 
 def _matches(name: str, module: nn.Module, patterns: Iterable[str]) -> bool:
-    """Say whether a config's pattern names a module: by name, by class, or by a regular expression after ``re:``."""
+    """Return whether a config's pattern names a module: by name, by class, or by a regular expression after ``re:``."""
     classes = {cls.__name__ for cls in type(module).__mro__}
     return any(
         re.match(pattern[3:], name) is not None if pattern.startswith("re:") else pattern == name or pattern in classes

@@ -1,4 +1,4 @@
-"""A callback for Hugging Face's ``Trainer`` and what is built on it (TRL, PEFT)."""
+"""A callback for Hugging Face's ``Trainer`` and for trainers based on it (TRL, PEFT)."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _CALLBACKS: WeakKeyDictionary[nn.Module, FxprecCallback] = WeakKeyDictionary()
 
 
 class FxprecCallback(TrainerCallback, ExportableState):  # type: ignore[misc, unused-ignore]
-    """Compiles the trainer's model with fxprec, keeps the backend's state in its checkpoints, and logs statistics.
+    """A callback that compiles the trainer's model, stores fxprec's state in checkpoints, and logs statistics.
 
-    ``Trainer(model, args, callbacks=[FxprecCallback({"recipe": "fp8"})])``. ``options``: fields of `fxprec.Config`;
-    ``layer``: the class whose modules are compiled one by one (its name), in place of the whole model: for FSDP2;
-    ``log_to``: where `log_statistics` writes at each of the trainer's logging steps.
+    ``Trainer(model, args, callbacks=[FxprecCallback({"recipe": "fp8"})])``. ``options``: fields of `fxprec.Config`.
+    ``layer``: name of the class whose modules are compiled one by one instead of the whole model, for FSDP2.
+    ``log_to``: target of `log_statistics` at each of the trainer's logging steps.
 
-    A model that fxprec has compiled already is taken as it is.
+    A model that fxprec has already compiled is not compiled again.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class FxprecCallback(TrainerCallback, ExportableState):  # type: ignore[misc, un
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """Compile the model of this training, and load fxprec's state where a checkpoint is resumed."""
+        """Compile the model of this training, and load fxprec's state if a checkpoint is resumed."""
         earlier = _CALLBACKS.get(model)
-        if earlier is not None:  # `restore_callback_states_from_checkpoint` makes another callback, without arguments
+        if earlier is not None:  # `restore_callback_states_from_checkpoint` makes a new callback, without arguments
             self.__dict__.update(earlier.__dict__)
-        self._compile(model)  # of `model_init`: another one for each training
+        self._compile(model)  # with `model_init` each training has a new model
         if state.global_step > 0:
             self._resume(state)
 
@@ -83,7 +83,7 @@ class FxprecCallback(TrainerCallback, ExportableState):  # type: ignore[misc, un
         RankStates(self._model).load_state_dict(found)
 
     def state(self) -> dict[str, Any]:
-        """Return what the trainer writes into ``trainer_state.json``: this rank's state, until `on_save`."""
+        """Return this rank's state for ``trainer_state.json``; `on_save` later adds the other ranks' states."""
         return _exported({} if self._model is None else RankStates(self._model).own_state_dict())
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
@@ -104,7 +104,7 @@ class FxprecCallback(TrainerCallback, ExportableState):  # type: ignore[misc, un
         logs: dict[str, Any] | None = None,
         **kwargs: object,
     ) -> None:
-        """Add a few numbers to the trainer's log of a step, and write the statistics to ``log_to``."""
+        """Add the numbers of `summary` to the trainer's log of a step, and write statistics to ``log_to``."""
         if logs is None or "loss" not in logs:
             return
         for backend in self.backends.values():
@@ -123,5 +123,5 @@ class FxprecCallback(TrainerCallback, ExportableState):  # type: ignore[misc, un
 
 
 def _exported(found: dict[str, Any]) -> dict[str, Any]:
-    """Return what `ExportableState.state` may; the trainer reads the first two entries, we the third."""
+    """Return data in the form of `ExportableState.state`. The trainer reads two entries, fxprec reads the third."""
     return {"args": {}, "attributes": {}, _STATE: found}

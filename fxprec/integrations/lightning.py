@@ -20,11 +20,11 @@ except ImportError as error:
 
 
 class FxprecCallback(Callback):  # type: ignore[misc, unused-ignore]
-    """Compiles a `LightningModule` with fxprec, keeps the backend's state in its checkpoints, and logs statistics.
+    """A callback that compiles a `LightningModule`, stores fxprec's state in checkpoints, and logs statistics.
 
-    ``Trainer(callbacks=[FxprecCallback({"recipe": "fp8"})])``. ``options``: fields of `fxprec.Config`; ``part``: the
-    submodule to compile, in place of the module's own ``forward`` ("model", where ``training_step`` calls
-    ``self.model(x)`` and not ``self(x)``); ``layer``: the class whose modules are compiled one by one (its name), for
+    ``Trainer(callbacks=[FxprecCallback({"recipe": "fp8"})])``. ``options``: fields of `fxprec.Config`. ``part``: name
+    of the submodule to compile instead of the module's own ``forward``, such as "model" if ``training_step`` calls
+    ``self.model(x)`` instead of ``self(x)``. ``layer``: name of the class whose modules are compiled one by one, for
     FSDP2. The trainer's loggers get the numbers of `summary` every ``log_every_n_steps``.
     """
 
@@ -42,17 +42,17 @@ class FxprecCallback(Callback):  # type: ignore[misc, unused-ignore]
         self._module = pl_module
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all ranks; Lightning calls it on all of them and writes on one."""
+        """Return the states of all ranks. Lightning calls this on all ranks and writes the result on one."""
         return {} if self._module is None else RankStates(self._module).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the backends in the module."""
+        """Load this rank's state of the backends in the module."""
         RankStates(self._module).load_state_dict(state_dict)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Hand the loss to the backends, and log statistics."""
+        """Pass the loss to the backends, and log statistics."""
         if trainer.global_step == 1 and not any(backend.all_plans for backend in backends_in(pl_module).values()):
             self._tell_of_nothing(pl_module)
         if isinstance(outputs, Mapping) and "loss" in outputs:

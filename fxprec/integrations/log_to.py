@@ -1,4 +1,4 @@
-"""`log_to`: one callback for a training loop, for statistics, alerts and jumps of the loss."""
+"""`log_to`: a callback for training loops that logs statistics, alerts and jumps of the loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxprec.integrations.statistics import check_target, log_rows
 
 
 class LogTo:
-    """Call it after each step with the model, and the loss if jumps of it should be told; see `log_to`."""
+    """A callback to call after each step with the model, and with the loss to report its jumps; see `log_to`."""
 
     def __init__(self, to: object, every: int, alerts: Iterable[object], *, every_tensor: bool) -> None:
         check_target(to)
@@ -20,12 +20,12 @@ class LogTo:
         self._every = integer("every", every, least=1)
         self._alerts = alerts_of(alerts)
         self._calls = 0
-        self._seen: tuple[object, dict[str, Backend]] | None = None  # a walk over all modules, once
+        self._seen: tuple[object, dict[str, Backend]] | None = None  # cached: finding backends walks all modules
 
     def __call__(self, model: object, loss: object = None, *, step: int | None = None) -> None:
-        """Count a training step, and log it if it is one of every ``every``.
+        """Count a training step, and log every ``every``-th step.
 
-        ``model`` is what fxprec compiled, or a module with such parts. ``loss``, a number or a tensor of one element,
+        ``model`` is a compiled model, or a module with compiled parts. ``loss``, a number or a tensor of one element,
         is watched for jumps. ``step`` replaces the count. Raises `ConfigError` for a model that fxprec did not compile.
         """
         self._calls += 1
@@ -41,11 +41,11 @@ class LogTo:
 
 
 def log_to(to: object, every: int = 100, *, alerts: Iterable[object] = (), every_tensor: bool = False) -> LogTo:
-    """Return a callback that logs a model's statistics every so many steps, without waiting for a device.
+    """Return a callback that logs a model's statistics every ``every`` steps, without waiting for the device.
 
     ``log = fxprec.log_to(writer, every=100)``, then ``log(model, loss)`` after each step. ``to`` and ``every_tensor``
-    are those of `log_statistics`; None logs nowhere. ``alerts`` are pairs of a pattern of tensors and a rule, such as
-    ``("layers.*:output", "overflow_ratio > 0.01")``, and become ``"alert"`` events. A loss (tensor or number) that
-    jumps is told as ``on_nonfinite`` says, with the first tensor that moved. Raises `ConfigError`.
+    are those of `log_statistics`; with ``to`` None nothing is logged. ``alerts`` are pairs of a tensor pattern and a
+    rule, such as ``("layers.*:output", "overflow_ratio > 0.01")``; they become ``"alert"`` events. If the loss (tensor
+    or number) jumps, it is reported as ``on_nonfinite`` says, with the first tensor that moved. Raises `ConfigError`.
     """
     return LogTo(to, every, alerts, every_tensor=every_tensor)

@@ -1,7 +1,7 @@
-"""The backend state of all ranks as one object with ``state_dict`` and ``load_state_dict``.
+"""Collect the backend states of all ranks in one object with ``state_dict`` and ``load_state_dict``.
 
-What overflows differs from rank to rank, and with it promotions and scales, while a checkpoint of Accelerate,
-Lightning or ``torch.distributed.checkpoint`` keeps what one rank hands in.
+Overflows, and so promotions and scales, differ between ranks. But a checkpoint of Accelerate, Lightning or
+``torch.distributed.checkpoint`` stores the state of one rank only.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ VERSION = 1
 
 
 class RankStates:
-    """States of every backend in a model, on every rank of a process group; alike without ``torch.distributed``.
+    """The states of all backends in a model, on all ranks of a process group; also works without ``torch.distributed``.
 
     ``state_dict`` is a collective: call it on all ranks, as the checkpoint functions of Accelerate, Lightning and
-    ``torch.distributed.checkpoint`` do. Where just one rank saves, save `Backend.state_dict` of that one.
+    ``torch.distributed.checkpoint`` do. If only one rank saves, save that rank's `Backend.state_dict` instead.
     """
 
     def __init__(self, model: object, group: dist.ProcessGroup | None = None) -> None:
         self._model, self._group = model, group
-        backends_in(model)  # a model without a backend is told here, not at the first checkpoint
+        backends_in(model)  # raises for a model without a backend now, not at the first checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data that is the same on all ranks, under the same keys before and after compilation."""
+        """Return plain data, equal on all ranks, with the same keys before and after compilation. A collective."""
         return _packed(self._gathered(self._own_text()))
 
     def own_state_dict(self) -> dict[str, Any]:
-        """Return this rank's state alone, in the same form; no collective."""
+        """Return this rank's state only, in the form of `state_dict`, without a collective."""
         return _packed([self._own_text()])
 
     def _own_text(self) -> str:
         return json.dumps({name: _unfolded(backend) for name, backend in backends_in(self._model).items()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take this rank's part of a saved state; of another number of ranks with a warning.
+        """Load this rank's part of a saved state; warn if the state was saved by another number of ranks.
 
-        Raises `PlanError` for what is no such state, and for that of another model.
+        Raises `PlanError` for data that is not such a state, and for another model's state.
         """
         saved = _unpacked(state)
         backends = backends_in(self._model)
@@ -86,20 +86,20 @@ class RankStates:
 
 
 def _unfolded(backend: Backend) -> dict[str, Any]:
-    """Return a backend's state with its text read: a text inside a text would double every backslash."""
+    """Return a backend's state with its JSON text parsed: nested in JSON again, the text would need escaping."""
     state = backend.state_dict()
     return {**state, "graphs": json.loads(state["graphs"])}
 
 
 def _packed(texts: Sequence[str]) -> dict[str, Any]:
-    """Keep equal states once. One text, since `torch.distributed.checkpoint` loads only into keys that are there."""
+    """Return the states as one text, equal ones once: `torch.distributed.checkpoint` loads only into existing keys."""
     distinct = list(dict.fromkeys(texts))
     ranks = json.dumps([distinct.index(text) for text in texts])
     return {"version": VERSION, "ranks": f'{{"state_of_rank": {ranks}, "states": [{", ".join(distinct)}]}}'}
 
 
 def _unpacked(state: object) -> list[dict[str, Any]]:
-    """Return each rank's states by module name."""
+    """Return each rank's states by module name. Raises `PlanError` for data that is not such a state."""
     try:
         if not isinstance(state, Mapping) or state["version"] != VERSION:
             raise TypeError

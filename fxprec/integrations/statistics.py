@@ -1,4 +1,4 @@
-"""Statistics of a step to TensorBoard, Weights & Biases, Lightning's loggers, or a CSV file, in one call."""
+"""Log the statistics of a step to TensorBoard, Weights & Biases, Lightning's loggers, or a CSV file."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SERIES = ("amax", "overflow_ratio", "underflow_ratio", "scale_exponent")
 
 
 def summary(model: object) -> dict[str, float]:
-    """Return a few numbers on a model's latest step, for a line of a log; waits for none that is on its way.
+    """Return a few numbers on a model's latest step, for a line of a log, without waiting for the device.
 
-    Shares of a tensor's elements (largest over all tensors), the share of all elements that the policy made low,
-    averaged over the steps so far, the bytes that a step saves for backward, the share of them in fewer than 16
-    bits and what the same tensors take in bf16, and counts: tensors promoted, steps skipped. Of several models the
-    first share is their mean.
+    They are: the largest overflow and underflow ratios over all tensors; the share of all elements that the policy made
+    low, averaged over the steps so far, and over several backends; the bytes that a step saves for backward, the share
+    of them in fewer than 16 bits, and the bytes of the same tensors in bf16; the counts of promoted tensors and skipped
+    steps.
     """
     backends = backends_in(model)
     return _summary(backends, _rows(backends))
@@ -40,7 +40,7 @@ def _rows(backends: Mapping[str, Backend]) -> list[dict[str, Any]]:
 
 
 def _summary(backends: Mapping[str, Backend], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    plans = [plan for backend in backends.values() for plan in backend.latest_plans]  # evaluation follows them
+    plans = [plan for backend in backends.values() for plan in backend.latest_plans]  # of training graphs only
     saved = [plan.saved_bytes for plan in plans if plan.saved_bytes is not None]
     demoted = [backend.mean_demoted_ratio for backend in backends.values()]
     return {
@@ -58,12 +58,13 @@ def _summary(backends: Mapping[str, Backend], rows: Sequence[Mapping[str, Any]])
 def log_statistics(
     model: object, to: object, step: int, *, every_tensor: bool = False, alerts: Iterable[object] = ()
 ) -> None:
-    """Log what is known of the latest step, without waiting for a device.
+    """Log the known statistics of the latest step, without waiting for the device.
 
-    ``to``: TensorBoard's ``SummaryWriter``, a W&B run, a Lightning logger, or the path of a CSV file. A file gets a
-    line for each cast (`COLUMNS`), appended; the others the numbers of `summary` and, with ``every_tensor``, each
-    tensor's amax, over- and underflow ratio and scale exponent. ``alerts`` are those of `log_to`; how many are on is
-    logged too. Raises `ConfigError` for another ``to``, and for a model that fxprec did not compile.
+    ``to``: TensorBoard's ``SummaryWriter``, a W&B run, a Lightning logger, or the path of a CSV file. One line per cast
+    (`COLUMNS`) is appended to a file. The other targets get the numbers of `summary` and, with ``every_tensor``, each
+    tensor's amax, overflow and underflow ratio and scale exponent. ``alerts`` are those of `log_to`; the number of
+    tensors beyond a limit is logged too. Raises `ConfigError` for another ``to``, and for a model that fxprec did not
+    compile.
     """
     check_target(to)
     log_rows(backends_in(model), to, step, every_tensor=every_tensor, alerts=alerts_of(alerts))
@@ -72,7 +73,7 @@ def log_statistics(
 def log_rows(
     backends: Mapping[str, Backend], to: object, step: int, *, every_tensor: bool, alerts: Sequence[Alert]
 ) -> None:
-    """Do as `log_statistics` does, of backends by module name."""
+    """Log the statistics of backends, given by module name, as `log_statistics` does."""
     rows = _rows(backends)
     firing = sum(note_alerts(b, [row for row in rows if row["model"] == n], alerts) for n, b in backends.items())
     if to is None:
@@ -96,7 +97,7 @@ def _append(path: Path, rows: Iterable[Mapping[str, Any]], step: int) -> None:
 
 
 def _by_tensor(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return ``fxprec/amax/graph0/<tensor>/<kind>`` and so on; of several casts of a tensor the last."""
+    """Return values by ``fxprec/amax/graph0/<tensor>/<kind>`` and so on; the last of several casts of a tensor wins."""
     values: dict[str, float] = {}
     for row in rows:
         name = "/".join(filter(None, (row["model"], f"graph{row['graph']}", row["tensor"], row["kind"])))
@@ -111,12 +112,12 @@ def _send(values: Mapping[str, float], to: Any, step: int) -> None:
             to.add_scalar(name, value, step)
     elif hasattr(to, "log_metrics"):  # Lightning
         to.log_metrics(dict(values), step=step)
-    else:  # W&B, whose own step only ever grows: ours is a number beside the others
+    else:  # W&B, whose own step can only grow, so fxprec's step is logged as a value
         to.log({**values, "fxprec/step": step})
 
 
 def check_target(to: object) -> None:
-    """Raise `ConfigError` for what takes no statistics; None takes them and keeps none."""
+    """Raise `ConfigError` for a target that cannot take statistics. None is allowed, and logs nothing."""
     if to is not None and not isinstance(to, str | Path) and not any(hasattr(to, name) for name in _TAKES):
         raise ConfigError(
             f"to={type(to).__name__} takes no statistics; give TensorBoard's SummaryWriter, a W&B run, a Lightning "

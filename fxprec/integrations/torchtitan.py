@@ -19,11 +19,11 @@ except ImportError as error:
 
 
 class FxprecConverter(ModelConfigConverter):  # type: ignore[misc, unused-ignore]
-    """Compiles each transformer block with fxprec, a backend each, as soon as it is built.
+    """A converter that compiles each transformer block, with its own backend, as soon as the block is built.
 
-    ``model_registry("8B", converters=[FxprecConverter.Config(options={"recipe": "fp8"})])``, with ``--compile.enable``
-    left out. torchtitan then shards and checkpoints the blocks as it does others. Raises `ConfigError` for wrong
-    options, and where the model has no transformer block.
+    ``model_registry("8B", converters=[FxprecConverter.Config(options={"recipe": "fp8"})])``, without
+    ``--compile.enable``. torchtitan then shards and checkpoints the blocks as usual. Raises `ConfigError` for wrong
+    options, and for a model without a transformer block.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -37,9 +37,9 @@ class FxprecConverter(ModelConfigConverter):  # type: ignore[misc, unused-ignore
         self.options = config.options
 
     def convert(self, model_config: Any) -> Any:
-        """Return the model's config; its blocks' configs are replaced in it by ones that compile what they build.
+        """Replace the configs of blocks in the model's config by configs that compile the blocks they build; return it.
 
-        Raises `ConfigError` for a config without a block.
+        Raises `ConfigError` for a config without a transformer block.
         """
         found = list(model_config.traverse(TransformerBlock.Config))
         if not found:
