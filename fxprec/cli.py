@@ -46,7 +46,7 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print fxprec's version.")
     ] = False,
 ) -> None:
-    """Decide, tensor by tensor, what a PyTorch training step holds in 8 or 16 bits."""
+    """Decide tensor by tensor what a PyTorch training step may keep in 8 or 16 bits."""
 
 
 @app.command()

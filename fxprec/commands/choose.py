@@ -25,7 +25,7 @@ def choose(
     higher: Annotated[bool, typer.Option("--higher", help="The score is better where it is higher: accuracy.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a small run at several low ratios and choose the largest that costs little enough."""
+    """Train a small run at several low ratios and choose the largest ratio whose score is within the tolerance."""
     from fxprec.diagnosis.choose import RATIOS
     from fxprec.diagnosis.choose import choose as run_trials
     from fxprec.report.target import called, find_factory

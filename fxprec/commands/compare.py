@@ -22,7 +22,7 @@ def compare(
     out: Annotated[str, typer.Option(help="Folder for a page and its JSON.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Say where two runs' tensors part first, step by step. Exit code 1 where they do, 0 where not."""
+    """Report the tensors in which two runs first differ, step by step. Exit code 1 if the runs differ, 0 if not."""
     from fxprec.diagnosis.compare import compare as compare_both
     from fxprec.errors import ConfigError
 

@@ -28,9 +28,9 @@ def doctor(
     seed: Annotated[int, typer.Option(help="Seed of weights and batch.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Examine one training step: what each stored tensor costs in each format, checked; recommend options.
+    """Measure in one training step the damage that each stored tensor does in each format; recommend options.
 
-    With --checkpoint: which modules became fragile when.
+    With --checkpoint: report which modules became fragile, and when.
     """
     import torch
 

@@ -17,7 +17,7 @@ VARIABLES = (
 
 
 def env(as_json: AsJson = False) -> None:
-    """Print what to paste into a report: versions, processor, compiler, GPU, environment; and where to report."""
+    """Print the facts for a bug report: versions, processor, compiler, GPU, environment; and where to report."""
     found = environment()
     if as_json:
         print_json(found)

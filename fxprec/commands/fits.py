@@ -37,7 +37,7 @@ def fits(
     out: Annotated[Path | None, typer.Option(help="Folder for the plan and its page.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether a training step fits, by which plan; no weights are allocated. Exit code 0: it fits, 1: not."""
+    """Report whether a training step fits, and by which plan, without allocating. Exit code 0 if it fits, 1 if not."""
     from fxprec.config.checks import byte_size
     from fxprec.driver.fits import Question, largest_batch, longest_sequence
     from fxprec.report.target import find_factory

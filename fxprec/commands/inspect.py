@@ -92,7 +92,7 @@ def diff(
     b: Annotated[Path, typer.Argument(help="Another.")],
     as_json: AsJson = False,
 ) -> None:
-    """Say what moved between two plans, why and by how many bytes. Exit code 1 where they differ, 0 where not."""
+    """Report the differences between two plans, with reasons and bytes. Exit code 1 if the plans differ, 0 if not."""
     from fxprec.report.compare import data
     from fxprec.report.load import plans_of
 
@@ -124,10 +124,10 @@ def explain(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Say what is held for backward: each tensor with its module, source line, format and bytes, beside bf16 and fp32.
+    """List the tensors saved for backward: module, source line, format, and bytes beside those in bf16 and fp32.
 
-    With a name: why a tensor has the precision it has, which lowering was taken, or what a step holds under its budget.
-    Of a link's plan: in how many bits each layer's gradient goes, what is exposed, and what rounding costs.
+    With a name: explain a tensor's precision, the choice of lowering, or a step's memory under its budget.
+    For a link's plan: list the bits of each layer's gradient, the exposed time, and the rounding error.
     """
     from fxprec.plan import held
     from fxprec.plan.explain import explain as explained
@@ -159,7 +159,7 @@ def report(
     folder: Annotated[Path, typer.Argument(help="A dump folder, or a plan file.")],
     dot: Annotated[bool, typer.Option("--dot", help="Write graph.dot, for Graphviz, as well.")] = False,
 ) -> None:
-    """Write report.html anew beside each plan: from the plan as it is now, and the statistics so far."""
+    """Write report.html again beside each plan, from the current plan and the statistics so far."""
     from fxprec.report.dot import dot_text
     from fxprec.report.drawing import FILE, Drawing
     from fxprec.report.html import write_report

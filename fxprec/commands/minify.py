@@ -32,7 +32,7 @@ def minify(
     seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Name the tensors that, held low, cause an error; reduce an error or a crash to a small script."""
+    """Find the tensors that cause an error when they are low; reduce an error or a crash to a small script."""
     from fxprec.config import Config, Settings
 
     if crash and error_above is not None:
