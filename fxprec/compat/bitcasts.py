@@ -16,8 +16,8 @@ def bitcasts_in_loops() -> Iterator[None]:
     """Patch Inductor to bitcast whole vectors inside of its loops on a CPU, without writing the tensor to memory first.
 
     Unpatched (torch 2.11 to 2.15) Inductor stores a vector and bitcasts element by element, in a loop that its own
-    flags keep from being vectorized. A result that is a bitcast of another tensor also makes Inductor write that tensor
-    to memory first, contiguous, and then copy it to the required layout.
+    flags keep from being vectorized. For a result that is a bitcast of another tensor, Inductor also writes that tensor
+    to memory, contiguous, and then copies it to the required layout.
     """
     with contextlib.ExitStack() as patches:
         patches.enter_context(_of_vectors())

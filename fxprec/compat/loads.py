@@ -34,8 +34,8 @@ def _inner_values_are_no_loads() -> Iterator[None]:
     """Patch Inductor to count only outside loads of a kernel that reduces over rows and columns, not its own values.
 
     The limit (10, since torch 2.13) saves registers. Unpatched, the limit also counts buffers that are written and read
-    only inside of the kernel. So some of fxprec's counts beside a gradient and its bias's sum were not fused, and masks
-    of every element were written and read again for them.
+    only inside of the kernel. So some of fxprec's counts were not fused with a gradient and its bias's sum; masks of
+    every element were written and read again for these counts.
     """
     reductions = getattr(scheduler, "FusedMixOrderReductions", None)
     most = getattr(config.triton, _LIMIT, 0)

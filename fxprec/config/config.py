@@ -60,9 +60,9 @@ class Config:
     groups to make low. See docs/policies.md."""
 
     low_ratio: float | None = None
-    """Lower bound on the share of elements that are low, 0 to 1. None: if the recipe has a low format and neither
-    ``activation_budget`` nor ``plan`` is given, 1, or 0.5 in storage ``simulate``, where every reader gets the rounded
-    value."""
+    """Lower bound on the share of elements that are low, 0 to 1. None means 1, or 0.5 in storage ``simulate``, where
+    every reader gets the rounded value. Unused with ``activation_budget``, with ``plan``, and with a recipe that has no
+    low format."""
 
     activation_budget: int | str | None = None
     """Upper bound on the bytes saved for backward, in place of ``low_ratio``, as int or ``"12GiB"``, ``"1.5GB"``. In
@@ -74,8 +74,8 @@ class Config:
     with everything kept in high precision."""
 
     ways: tuple[str, ...] | None = None
-    """How values may be kept to meet a peak budget: ``"narrow"`` keeps them in the low format, ``"recompute"``
-    recomputes them in backward, ``"offload"`` moves them to host memory (on a GPU), ``"int4"`` and ``"int2"`` keep
+    """How values may be kept to meet a peak budget. ``"narrow"`` keeps them in the low format, ``"recompute"``
+    recomputes them in backward, ``"offload"`` moves them to host memory (on a GPU). ``"int4"`` and ``"int2"`` keep
     values that tolerate zero-mean noise in that block format. None: narrow, recompute, and the recipe's block format if
     it has one. See docs/memory.md."""
 
@@ -92,12 +92,12 @@ class Config:
     """A plan file to follow instead of solving; excludes ``low_ratio`` and ``activation_budget``."""
 
     keep_high: tuple[str, ...] | Literal["ends"] = ()
-    """Patterns (`fnmatch`) of modules whose tensors stay high, or ``"ends"``: the first GEMM and the last group. The
-    module before a layer makes the tensor that the layer reads in backward. A pattern without effect warns."""
+    """Module-name patterns (`fnmatch`): tensors that matching modules make stay high. ``"ends"``: the first GEMM and the
+    last group. The input that a layer saves for backward is made by the module before. Patterns without effect warn."""
 
     promote_above: float | None = 0.01
-    """Overflow ratio, above 0 and up to 1, from which a forward tensor is promoted to high for good, and from which a
-    gradient's scale is lowered at once instead of at its next refresh. None: no promotion, and 0.01 for scales."""
+    """Overflow ratio, above 0 and up to 1, from which a forward tensor is promoted to high for good. From this ratio on
+    a gradient's scale is lowered at once, not at its next refresh. None: no promotion, and 0.01 for scales."""
 
     grad_scaling: Literal["auto", "none", "fixed", "dynamic"] | Scaling = "auto"
     """How gradients are scaled into formats of a narrow range: with ``"auto"`` or a `GradScaling`, each by its own

@@ -39,8 +39,8 @@ class Recipe(Options):
     pure: bool = False
     """Whether weights must already have ``hi``'s dtype, so that no tensor has a wider copy."""
     smooth_swiglu: bool = False
-    """Whether channels of silu(g) * u that are far larger than most are scaled by powers of two before linear layers,
-    and the weights by the inverse (arXiv 2409.12517; docs/compute.md, "Channels of SwiGLU")."""
+    """Whether channels of silu(g) * u that are far larger than most are scaled by powers of two before linear layers.
+    The weights are scaled by the inverse (arXiv 2409.12517; docs/compute.md, "Channels of SwiGLU")."""
     name: str = "custom"
     """Name of the recipe in plans and reports."""
 

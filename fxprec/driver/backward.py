@@ -65,7 +65,7 @@ class InFlight:
     """The versions that forwards inside a checkpoint ran, by checkpoint, until the checkpoint is freed.
 
     A checkpoint around compiled blocks calls them again in backward. That call must run the code and scales of its
-    forward, even if a forward of the next micro-batch has promoted a tensor or changed a scale since.
+    forward. A forward of the next micro-batch may have promoted a tensor or changed a scale since.
     """
 
     def __init__(self) -> None:

@@ -47,8 +47,8 @@ class SavedBudget:
     def hold(self, predicted: int, saved: int) -> bool:
         """Return whether ``saved`` bytes are accepted; if not, add the difference to the prediction to ``fixed``.
 
-        A plan that predicted too much makes more tensors low than necessary, so two such plans are refused too.
-        Raises `BudgetError` if a further plan saves no less than an earlier one.
+        A plan that predicted too much makes more tensors low than necessary, so two such plans are refused too. Raises
+        `BudgetError` if a plan saves no less than an earlier one, or if `SAVED_ATTEMPTS` plans were above the budget.
         """
         budget = self.settings.activation_budget
         if budget is None:
@@ -138,8 +138,8 @@ class SharedPeak:
     """The training graphs of one model under one ``peak_budget``, and the orders in which steps call them.
 
     After a graph break several graphs run in one step. The first step shows which; in it each graph uses as little
-    memory as it can. When the next step begins, each graph gets the part of the budget that makes the whole step
-    fastest (`passes.crossings.together`), and is compiled for that part.
+    memory as it can. When the next step begins, the budget is divided so that the whole step is fastest
+    (`passes.crossings.together`), and each graph is compiled for its part.
     """
 
     def __init__(self, settings: Settings) -> None:

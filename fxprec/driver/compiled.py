@@ -37,7 +37,7 @@ class Compiled:
     scales: ScaleGraph | None = None
     rows: WatchedRows = field(default_factory=WatchedRows)
     num_results: int = 0
-    """Number of the forward half's outputs that the user's model returns; the saved tensors come after them."""
+    """Number of the forward half's own outputs; the tensors saved for backward come after them."""
     contiguous: tuple[int, ...] = ()
     """Positions among the results of the backward half: gradients of contiguous parameters."""
     copied: tuple[int, ...] = ()

@@ -34,7 +34,7 @@ class Identity:
     is_training: bool
     parameters: tuple[str, ...] | None  # names in call order; None in a state of version 2
     inputs: tuple[Shape, ...] = ()
-    """Dtype and sizes of each input that is no parameter, in call order; -1: dynamic size. Empty in older states."""
+    """Dtype and sizes of each input but parameters and buffers, in call order; -1: dynamic. Empty in older states."""
 
     @classmethod
     def of(cls, state: GraphState) -> Identity:

@@ -27,9 +27,8 @@ def summary(model: object) -> dict[str, float]:
     """Return a few numbers on a model's latest step, for a line of a log, without waiting for the device.
 
     They are: the largest overflow and underflow ratios over all tensors; the share of all elements that the policy made
-    low, averaged over the steps so far, and over several backends; the bytes that a step saves for backward, the share
-    of them in fewer than 16 bits, and the bytes of the same tensors in bf16; the counts of promoted tensors and skipped
-    steps.
+    low, averaged over steps and backends; the bytes that a step saves for backward, their share in fewer than 16 bits,
+    and the bytes of the same tensors in bf16; the counts of promoted tensors and skipped steps.
     """
     backends = backends_in(model)
     return _summary(backends, _rows(backends))

@@ -32,8 +32,9 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON data: fields of the whole plan first, then the tables.
 
     Some keys are optional. ``grouping`` is omitted if it is the default, ``compute`` and ``reads`` in storage
-    ``simulate``, and a site's ``why``, ``unread``, ``saved_as`` and a GEMM's block formats if empty. ``peak_bytes`` and
-    ``way`` need a peak budget, ``whole_step`` a step budget, ``lowering`` a choice, ``saved`` a partitioned graph.
+    ``simulate``. A site's ``why``, ``unread``, ``saved_as`` and a GEMM's block formats are omitted if empty.
+    ``peak_bytes`` and ``way`` need a peak budget, ``whole_step`` a step budget, ``lowering`` a choice, ``saved`` a
+    partitioned graph.
     """
     head = {
         "schema": plan.schema,
