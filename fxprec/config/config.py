@@ -92,7 +92,7 @@ class Config:
     """A plan file to follow instead of solving; excludes ``low_ratio`` and ``activation_budget``."""
 
     keep_high: tuple[str, ...] | Literal["ends"] = ()
-    """Module-name patterns (`fnmatch`): tensors that matching modules make stay high. ``"ends"``: the first GEMM and the
+    """Module-name patterns (`fnmatch`): tensors made by matching modules stay high. ``"ends"``: the first GEMM and the
     last group. The input that a layer saves for backward is made by the module before. Patterns without effect warn."""
 
     promote_above: float | None = 0.01

@@ -132,7 +132,7 @@ class Lowering:
         kept = copied(gm) if self._has_first_run else None
         try:
             run = build(gm)
-        except Exception as error:  # Triton and Inductor may raise anything
+        except Exception as error:  # anything Triton or Inductor raises; not fxprec's if no kernel is generated
             if not lowered.generated.kernels:
                 raise
             self._drop_what_fails(lowered, error)
