@@ -89,7 +89,7 @@ class Config:
     Plans for one processor are equal on every machine. None: this machine's processor. See docs/limits.md."""
 
     plan: str | os.PathLike[str] | None = None
-    """A plan file to follow instead of solving; excludes ``low_ratio`` and ``activation_budget``."""
+    """A plan file to follow instead of solving; excludes ``low_ratio``, ``activation_budget`` and ``peak_budget``."""
 
     keep_high: tuple[str, ...] | Literal["ends"] = ()
     """Module-name patterns (`fnmatch`): tensors made by matching modules stay high. ``"ends"``: the first GEMM and the

@@ -66,7 +66,7 @@ class StepBudget:
                 return
 
     def _compile(self, compile_within: Callable[[Self], None], *, is_last: bool) -> None:
-        """Compile within the bytes left. If none are left, the last form compiles within 1 byte to learn its need."""
+        """Compile within the bytes left; if none are left, within 1 byte with the last form, to find what suffices."""
         nothing = BudgetError(f"{self.said()}, and nothing is left for the step; raise it")
         if self.left <= 0 and not is_last:
             raise nothing
