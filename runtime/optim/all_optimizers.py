@@ -1,4 +1,4 @@
-"""The optimizers that a model is compiled with, seen as one: each parameter is stepped by the one that holds it."""
+"""Treat all optimizers that a model is compiled with as one: a parameter is stepped by the optimizer that has it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fxprec.runtime.optim.stepper import NOT_HELD, Stepper
 
 
 class AllOptimizers:
-    """Optimizers, none of which this keeps alive."""
+    """The optimizers of one model, referenced weakly."""
 
     def __init__(self, optimizers: Sequence[Stepper]) -> None:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
 
     def __iter__(self) -> Iterator[Stepper]:
-        """Raises `GradientError` where one is gone."""
+        """Yield the optimizers. Raises `GradientError` if one is gone."""
         for reference in self._optimizers:
             found = reference()
             if found is None:
@@ -32,33 +32,33 @@ class AllOptimizers:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of all, in order."""
+        """Return the param groups of all optimizers, in order."""
         return [group for optimizer in self for group in optimizer.param_groups]
 
     @property
     def has_open_states(self) -> bool:
-        """Whether any leaves the form of its averages to a step budget."""
+        """Return whether any optimizer leaves the form of its averages to a step budget."""
         return any(optimizer.has_open_states for optimizer in self)
 
     def close_states(self, form: States) -> None:
-        """Hold the averages that were left open in this form."""
+        """Keep averages whose form was left open in ``form`` from now on."""
         for optimizer in self:
             optimizer.close_states(form)
 
     def state_bytes(self, form: States | None = None, *, of_all: bool = False) -> int:
-        """Return the bytes that all states take, as `Stepper.state_bytes`."""
+        """Return the bytes of all optimizers' states, counted as in `Stepper.state_bytes`."""
         return sum(optimizer.state_bytes(form, of_all=of_all) for optimizer in self)
 
     def gradient_bytes(self) -> int:
-        """Return the bytes that gradients summed in bfloat16 take."""
+        """Return the bytes of the gradients that are summed in bfloat16."""
         return sum(optimizer.gradient_bytes() for optimizer in self)
 
     def sums_gradients(self, param: Tensor) -> bool:
-        """Say whether gradients of a parameter are summed in bfloat16 until its optimizer steps it."""
+        """Return whether a parameter's gradients are summed in bfloat16 until its optimizer steps the parameter."""
         return any(optimizer.sums_gradients(param) for optimizer in self)
 
     def holder_of(self, param: Tensor) -> Stepper:
-        """Return the optimizer that steps a parameter. Raises `ConfigError` where none does any longer."""
+        """Return the optimizer that has a parameter. Raises `ConfigError` if none has it any longer."""
         for optimizer in self:
             if optimizer.position_of(param) is not None:
                 return optimizer

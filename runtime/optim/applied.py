@@ -1,4 +1,4 @@
-"""What stands at ``p.grad`` of a parameter that backward has stepped: no memory, and an error for who reads it."""
+"""Stand in at ``p.grad`` of a parameter that backward has stepped: take no memory, and raise an error for readers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxprec.errors import GradientError
 
 
 class AppliedGradient(Tensor):
-    """A gradient that is not held: shape, dtype and device alone. Raises `GradientError` for any other operation."""
+    """A gradient that is not kept: only its shape, dtype and device. Operators that read it raise `GradientError`."""
 
     of: str
 
@@ -48,7 +48,7 @@ _CLIP = (
 
 
 def _reads_nothing(func: Any) -> bool:
-    """Say whether an operator is what ``zero_grad`` and a copy of the module ask for."""
+    """Return whether an operator is one that ``zero_grad`` or a copy of the module calls."""
     return func is torch.ops.aten.detach.default or func._schema.name.endswith("zero_")
 
 
@@ -60,5 +60,5 @@ def _found(args: Any) -> Any:
 
 
 def is_held(gradient: Tensor | None) -> bool:
-    """Say whether ``p.grad`` is there to be applied."""
+    """Return whether ``p.grad`` is a gradient that a step can apply."""
     return gradient is not None and not isinstance(gradient, AppliedGradient)

@@ -1,4 +1,4 @@
-"""Updates that rounding threw away: by parameter, by layer, and over time (Zamirai et al. 2020, D.3, Figure 9)."""
+"""Count updates that rounding cancelled: by parameter, by layer, and over time (Zamirai et al. 2020, D.3, Figure 9)."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ By: TypeAlias = Literal["parameter", "layer"]
 
 
 class CancelledRow(NamedTuple):
-    """How many updates of one parameter, or of a layer's, rounding threw away."""
+    """The number of updates that rounding cancelled, for one parameter or for those of a layer."""
 
     group: int
     parameter: int
-    """Position in its group; of a layer its first parameter's."""
+    """Position in its group; for a layer, the position of its first parameter."""
     name: str
     nonzero: int
     """Updates that were not zero, since the counts were last reset."""
     cancelled: int
-    """The updates among them that changed neither the weight nor its compensation."""
+    """Non-zero updates that changed neither the weight nor its compensation."""
 
     @property
     def share(self) -> float:
-        """cancelled / nonzero, 0 where there was none."""
+        """Return cancelled / nonzero, or 0 if no update was non-zero."""
         return self.cancelled / self.nonzero if self.nonzero else 0.0
 
 
 class CancelledSteps(NamedTuple):
-    """What was cancelled over some steps."""
+    """The updates that were cancelled over some steps."""
 
     last_step: int
     """The optimizer's last step, counted from 1 since it was made or loaded."""
@@ -45,11 +45,11 @@ Counts: TypeAlias = dict[tuple[int, int], Tensor]
 
 @dataclass
 class History:
-    """The counts every so many steps, copied on their device and read later."""
+    """Records of the counts after every so many steps, copied on their device and read later."""
 
     step: int = 0
     _at: list[tuple[int, Counts]] = field(default_factory=list)
-    _from: list[Counts] = field(default_factory=list)  # what each was counted from
+    _from: list[Counts] = field(default_factory=list)  # counts before each record, subtracted when it is read
     _base: Counts = field(default_factory=dict)
 
     def note(self, counts: Counts, every: int) -> None:
@@ -62,11 +62,11 @@ class History:
             self._base = copied
 
     def begin_again(self) -> None:
-        """The counts were set to zero."""
+        """Note that the counts were reset to zero."""
         self._base = {}
 
     def read(self) -> list[tuple[int, dict[tuple[int, int], tuple[int, int]]]]:
-        """Return each record's step and what was counted since the one before it."""
+        """Return each record's step and what was counted since the record before."""
         found = []
         for (step, counts), base in zip(self._at, self._from, strict=True):
             new = {key: c - base[key] if key in base else c for key, c in counts.items()}
@@ -75,7 +75,7 @@ class History:
 
 
 def by_layer(rows: Sequence[CancelledRow]) -> list[CancelledRow]:
-    """Put the parameters of each module together. Raises `ConfigError` where parameters have no names."""
+    """Add up the rows of each module's parameters. Raises `ConfigError` if parameters have no names."""
     found: dict[tuple[int, str], CancelledRow] = {}
     for row in rows:
         if not row.name.endswith("'"):

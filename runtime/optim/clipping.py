@@ -1,4 +1,4 @@
-"""Clipping of gradients by their global norm: that of this step, or of the last where backward steps parameters."""
+"""Clip gradients by their global norm: that of this step, or of the last step if backward steps parameters."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch.distributed.tensor import DTensor
 
 from fxprec.runtime.optim.rule import LAST
 
-_CHUNK = 1 << 16  # elements: on CPUs the norm of a bfloat16 tensor in float32 makes a float32 copy
+_CHUNK = 1 << 16  # elements; on CPUs a float32 norm of a bfloat16 tensor makes a float32 copy of what it reads
 
 
 class Clipping:
-    """The norms of one step's gradients, known so far, and what each gradient is multiplied by.
+    """The norms known so far of one step's gradients, from which the factor of each gradient follows.
 
-    With norm="exact" that is the factor of `torch.nn.utils.clip_grad_norm_`. With norm="last" the larger of the last
-    step's norm and of the gradient's own stands in the place of this step's norm, which is not known yet.
+    With norm="exact" the factor is that of `torch.nn.utils.clip_grad_norm_`. With norm="last" this step's norm is not
+    known yet; it is replaced by the last step's norm, or by the gradient's own norm if that is larger.
     """
 
     def __init__(self) -> None:
         self._norms: dict[Tensor, Tensor] = {}
 
     def see(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Take the norms of these parameters' gradients."""
+        """Compute and keep the norms of these parameters' gradients."""
         self._norms |= zip(params, norms_of(gradients), strict=True)
 
     def factors(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> Tensor:
-        """Return float32 (parameters,), on their device."""
+        """Return the factor of each parameter's gradient, float32 (parameters,), on the device of the norms."""
         own = torch.stack([self._norms[param] for param in params])
         if group["norm"] != LAST:
             norms = _total(list(self._norms.values())).to(own.device).expand_as(own)
@@ -40,7 +40,7 @@ class Clipping:
         return torch.clamp(group["max_norm"] / (norms + 1e-6), max=1.0)
 
     def finish(self, groups: list[dict[str, Any]]) -> None:
-        """Keep the norm of the step, which is over, in the param groups. The sum has the parameters' order."""
+        """Keep the norm of the finished step in the param groups. It is summed in the parameters' order."""
         norms = [self._norms[p] for group in groups for p in group["params"] if p in self._norms]
         self._norms.clear()
         if norms:
@@ -50,7 +50,7 @@ class Clipping:
 
 
 def norms_of(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the 2-norm of each gradient, float32, of a sharded one over all ranks."""
+    """Return the float32 2-norm of each gradient; of a sharded gradient, the norm over all ranks."""
     if any(isinstance(g, DTensor) or g.device.type == "cpu" for g in gradients):
         return [_of_one(g) for g in gradients]
     return torch._foreach_norm(list(gradients), 2, torch.float32) if gradients else ()

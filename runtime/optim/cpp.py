@@ -1,7 +1,7 @@
-"""The generated CPU kernel: all parameters of a group in one call, one read and one write of each tensor.
+"""Generate and run the CPU kernel: all parameters of a group in one call, one read and one write of each tensor.
 
-Printed from the trace of `maths`, compiled once for each rule by Inductor's own C++ builder (its compiler, flags and
-disk cache).
+The kernel is printed from the trace of `maths`. Inductor's C++ builder (its compiler, flags and disk cache) compiles it
+once per rule.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fxprec.runtime.optim.rule import INTEGERS, Rule, scale_name
 from fxprec.runtime.optim.trace import trace, trace_code, trace_scale
 
 _TEMPLATE = Path(__file__).with_name("kernel.cpp")
-_FLAGS = ("-fno-math-errno",)  # with errno a square root is a call and a branch, and nothing is vectorised
+_FLAGS = ("-fno-math-errno",)  # with errno a square root is a call and a branch, so its loop is not vectorised
 _TYPES = {
     torch.float32: "float",
     torch.bfloat16: "Bfloat16",
@@ -85,7 +85,7 @@ _PACK = """std::fill(NAME_codes + (end - begin), NAME_codes + kBlock, uint8_t(0)
 
 
 def _encoding(rule: Rule, name: str) -> str:
-    """Return the text that stores a block's new values of one state tensor, and their scale."""
+    """Return the C++ text that stores a block's new values of one state tensor, and their scale."""
     head, scale = statements(trace_scale(rule.codes(name)), CPP, {"amax": f"{name}_amax"})
     lines, outputs = statements(trace_code(rule.codes(name), name), CPP)
     is_packed = name in rule.packed
@@ -107,14 +107,14 @@ def _encoding(rule: Rule, name: str) -> str:
 
 @cache
 def library(rule: Rule) -> ctypes.CDLL | None:
-    """The compiled kernel, or None, with a warning, without a compiler."""
+    """Return the compiled kernel; without a compiler, warn and return None."""
     signature = (None, ctypes.c_int64, *[ctypes.c_void_p] * 4)
     slower = "the optimizer runs op by op, several times slower"
     return native.load_or_warn(source(rule), {"fxprec_optim_step": signature}, slower, _FLAGS)
 
 
 def run(rule: Rule, rows: list[list[Tensor]], scalars: Tensor, integers: Tensor, counts: Tensor | None) -> bool:
-    """Step every row of tensors in place; False where no kernel compiles. Rows as for `reference.run`, and dense.
+    """Step every row of tensors in place; return False if no kernel compiles. Rows are those of `reference.run`, dense.
 
     ``scalars``: float32 (rows, `Rule.scalars`); ``integers``: int32 (rows, `INTEGERS`); ``counts``: int64 (rows, 2),
     to which the numbers of non-zero and of cancelled updates are added.
@@ -134,7 +134,7 @@ def run(rule: Rule, rows: list[list[Tensor]], scalars: Tensor, integers: Tensor,
 
 
 def _entries(rule: Rule, row: list[Tensor]) -> list[int]:
-    """Number of elements, then the address of each tensor."""
+    """Return the number of elements, then the address of each tensor."""
     n, names = row[0].numel(), rule.tensors
     if all(rule.dtype_of(name) == rule.carrier for name in names):
         return [n, *native.addresses(names, row, rule.carrier, n)]

@@ -1,7 +1,7 @@
-"""Fused multiply-add and square root in plain torch operations: rounded once, as in hardware.
+"""Compute a fused multiply-add and a square root in plain torch operations, rounded once, as in hardware.
 
-torch.optim's own kernels fuse ``add(alpha=)``, ``lerp`` and ``addcmul`` on CPUs with FMA; without it 100 steps of
-SGD drift apart by several units in the last place. ``torch.sqrt`` itself is off by a unit for 19 % of float32 (MKL).
+torch.optim's own kernels fuse ``add(alpha=)``, ``lerp`` and ``addcmul`` on CPUs with FMA. Without fusing, 100 steps of
+SGD drift apart by several units in the last place. ``torch.sqrt`` (MKL) is off by a unit for 19 % of float32 numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _tracing = False
 
 @contextlib.contextmanager
 def as_one_node() -> Iterator[None]:
-    """Within it `fma` and `sqrt` are one operator each, which the kernel printers turn into one instruction."""
+    """Within the context, make `fma` and `sqrt` one operator each, which kernel printers turn into one instruction."""
     global _tracing
     _tracing = True
     try:
@@ -32,12 +32,12 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """Return the square root of a float32 tensor, rounded once: float64 leaves no double rounding."""
+    """Return the square root of a float32 tensor, rounded once: a root in float64 causes no double rounding."""
     return torch.sqrt(x) if _tracing else torch.sqrt(x.double()).float()
 
 
 def _emulated(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """In float64 the product is exact; the sum is rounded to odd, so that rounding it to float32 rounds once.
+    """Return a * b + c: the float64 product is exact, and the sum is rounded to odd, so float32 rounds only once.
 
     Source: Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", IEEE TC 2008.
     """
@@ -46,7 +46,7 @@ def _emulated(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     virtual = total - product
     error = (product - (total - virtual)) + (addend - virtual)
     bits = total.view(torch.int64)
-    # The neighbour on the error's side, in magnitude: away from zero where error and total agree in sign.
+    # Step to the neighbour on the error's side: away from zero if error and total agree in sign.
     step = torch.where((error > 0) == (total > 0), 1, -1)
     inexact = (error != 0) & ((bits & 1) == 0) & torch.isfinite(total)
     odd = torch.where(inexact, bits + step, bits)

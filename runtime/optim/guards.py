@@ -1,4 +1,4 @@
-"""Checks while training: gradients that are not finite, and a learning rate that can never move a weight."""
+"""Check while training for gradients that are not finite and for a learning rate that can never move a weight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxprec.runtime.optim.sums import stored
 
 
 def check_gradients(groups: list[dict[str, Any]]) -> None:
-    """Raise for sparse gradients, and for non-finite ones in groups with ``error_if_nonfinite``."""
+    """Raise `ConfigError` for sparse gradients, `GradientError` for non-finite ones under ``error_if_nonfinite``."""
     for position, group in enumerate(groups):
         given = [(i, stored(p.grad)) for i, p in enumerate(group["params"]) if is_held(p.grad)]
         for index, grad in given:
@@ -45,10 +45,10 @@ def _check_finite(group: Mapping[str, Any], position: int, given: list[tuple[int
 
 
 def warn_if_stuck(rule: Rule, group: Mapping[str, Any], position: int, indices: list[int]) -> None:
-    """Warn, once for each group, where rounding to nearest cancels every update its largest weight can get.
+    """Warn if rounding to nearest cancels every update that the group's largest weight can get.
 
-    For AdamW the bound on an update is learning rate * max(1, (1 - beta1) / sqrt(1 - beta2)); for Lion it is the
-    learning rate; for SGD it takes the largest gradient of this step.
+    The bound on an update is learning rate * max(1, (1 - beta1) / sqrt(1 - beta2)) for AdamW and the learning rate for
+    Lion. For SGD it follows from the largest gradient of this step. Weight decay is added.
     """
     sizes = [(float(p.detach().abs().max()), i) for i in indices if (p := group["params"][i]).numel()]
     if not sizes:
@@ -68,7 +68,7 @@ def warn_if_stuck(rule: Rule, group: Mapping[str, Any], position: int, indices: 
 
 
 def _peak_lr(group: Mapping[str, Any]) -> float:
-    """The largest learning rate the schedulers promise: warm-up starts low."""
+    """Return the largest learning rate that schedulers promise, because warm-up starts low."""
     return max(float(group[name]) for name in ("lr", "initial_lr", "max_lr") if group.get(name) is not None)
 
 

@@ -1,4 +1,4 @@
-"""Averages as an optimizer holds them: made at the first step, taken over from another form, given to a state dict."""
+"""Keep averages in an optimizer's state: create them at the first step, convert their form, put them in state dicts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxprec.runtime.optim.rule import Rule, scale_name
 
 
 def hold(rule: Rule, name: str, param: Tensor, state: dict[str, Any]) -> None:
-    """Add an average that is missing, or bring one that is held in another form into the rule's."""
+    """Create an average that is missing, or convert one in another form into the rule's form."""
     if state.get(name) is None:
         _add(rule, name, param, state, None)
     elif not _fits(rule, name, param, state):
@@ -35,7 +35,7 @@ def _fits(rule: Rule, name: str, param: Tensor, state: Mapping[str, Any]) -> boo
 
 
 def _add(rule: Rule, name: str, param: Tensor, state: dict[str, Any], value: Tensor | None) -> None:
-    """Hold an average, 0 where there is none yet."""
+    """Create an average in the rule's form with this value; None: 0."""
     state.pop(scale_name(name), None)
     state.pop(order_name(name), None)
     here = local(param)
@@ -55,7 +55,7 @@ def _add(rule: Rule, name: str, param: Tensor, state: dict[str, Any], value: Ten
 
 
 def _encode(rule: Rule, name: str, here: Tensor, state: dict[str, Any], value: Tensor | None) -> None:
-    """Add an average's scales, and fill both with a value. ``here``: this rank's part of the parameter."""
+    """Create an average's scales, and encode a value into both. ``here``: this rank's part of the parameter."""
     blocks = states.num_blocks(here.numel())
     scales = state[scale_name(name)] = torch.zeros(blocks, dtype=torch.uint8, device=here.device)
     if value is not None:
@@ -65,17 +65,17 @@ def _encode(rule: Rule, name: str, here: Tensor, state: dict[str, Any], value: T
 
 
 def order_name(name: str) -> str:
-    """Return what the strides are called that packed codes follow."""
+    """Return the state key of the strides that packed codes follow."""
     return f"{name}_order"
 
 
 def _order(here: Tensor) -> tuple[int, ...]:
-    """Return the strides that `in_order_of` follows; () for the order of elements."""
+    """Return the strides that `in_order_of` follows; () for the order of the elements."""
     return here.stride() if is_permuted(here) else ()
 
 
 def plain(name: str, param: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """Return an average as numbers: codes as bfloat16, which has them all, anything else as it is held."""
+    """Return an average as numbers: codes as bfloat16, which represents them exactly, anything else unchanged."""
     held: Tensor = state[name]
     scales = state.get(scale_name(name))
     if scales is None:
@@ -91,19 +91,19 @@ def plain(name: str, param: Tensor, state: Mapping[str, Any]) -> Tensor:
 
 
 def _flat(t: Tensor) -> Tensor:
-    """Return memory without gaps as it lies."""
+    """Return a flat view of a tensor without gaps, in the order of its memory."""
     return t.as_strided((t.numel(),), (1,))
 
 
 def _as(t: Tensor, like: Tensor) -> Tensor:
-    """Return what this rank has of a tensor that is sharded as another is."""
+    """Return ``t``, this rank's shard, as a DTensor that is sharded like ``like``; unchanged if that is no DTensor."""
     if not isinstance(like, DTensor):
         return t
     return DTensor.from_local(t, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
 def for_state_dict(param: Tensor, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return one parameter's state without codes and scales."""
+    """Return one parameter's state with codes decoded to numbers, and without scales and orders."""
     own = {of(name) for name in state for of in (scale_name, order_name)} & state.keys()
     return {name: plain(name, param, state) for name in state if name not in own} if own else state
 
@@ -111,7 +111,7 @@ def for_state_dict(param: Tensor, state: Mapping[str, Any]) -> Mapping[str, Any]
 def saved_states(
     state_dict: Mapping[str, Any], groups: list[dict[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], Tensor, Mapping[str, Any]]]:
-    """Yield group, parameter and state in a state dict of each parameter that has one there."""
+    """Yield (group, parameter, saved state) for each parameter that has a state in a state dict."""
     for saved, group in zip(state_dict["param_groups"], groups, strict=True):
         for number, param in zip(saved["params"], group["params"], strict=True):
             if number in state_dict["state"]:

@@ -1,4 +1,4 @@
-"""Steps that a compiled backward half makes: which optimizer, which parameter, and what a step may not do."""
+"""Step parameters inside a compiled backward half: find parameter and optimizer, refuse steps that would be wrong."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fxprec.runtime.optim.sums import SummedGradient
 
 
 class InBackward:
-    """What backward steps of some optimizers' parameters.
+    """The parameters that backward steps, with their optimizers.
 
-    A parameter that two forwards read before backward has two gradients. So has one whose ``p.grad`` is there already.
-    Both are held: the gradient is added to ``p.grad``, and ``optimizer.step()`` applies it. With ``gradients="bf16"``
-    every gradient is, in 16 bits.
+    A parameter has two gradients if two forwards read it before backward, or if its ``p.grad`` exists already. Then the
+    gradient is added to ``p.grad``, and ``optimizer.step()`` applies the sum. With ``gradients="bf16"`` this is done to
+    every gradient, in 16 bits.
     """
 
     def __init__(self, *optimizers: Stepper) -> None:
@@ -38,16 +38,16 @@ class InBackward:
             optimizer.register_step_post_hook(lambda stepped, *_: self.finish_step(stepped))
 
     def take(self, parameters: Mapping[str, Parameter]) -> None:
-        """Step these from now on."""
+        """Step these parameters, by name, from now on."""
         self._names |= {parameter: name for name, parameter in parameters.items()}
         self._by_address |= {parameter.data_ptr(): parameter for parameter in parameters.values()}
 
     def saw_forward(self, parameters: Iterable[Parameter]) -> None:
-        """A forward that may have a backward read these."""
+        """Count a forward that reads these parameters and may have a backward."""
         self._forwards.update(map(id, parameters))
 
     def before_backward(self, parameters: Sequence[Parameter]) -> None:
-        """Raise `GradientError`, before anything is changed, for what a step in backward cannot be right for."""
+        """Raise `GradientError`, before anything is changed, if stepping a parameter in backward would be wrong."""
         world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         if any(
             self.optimizers.holder_of(parameter).clips_by_this_step and not self.optimizers.sums_gradients(parameter)
@@ -82,13 +82,13 @@ class InBackward:
                 )
 
     def apply(self, tensor: Tensor, gradient: Tensor) -> None:
-        """Step the parameter that lies at ``tensor``, or add to its ``p.grad`` where it has two gradients."""
+        """Step the parameter at the address of ``tensor``, or add to its ``p.grad`` if it has two gradients."""
         parameter = self._at(tensor)
         if not _is_wanted(parameter, self._names[parameter]):
             return
         if self.optimizers.sums_gradients(parameter) and isinstance(parameter.grad, SummedGradient | None):
             self.optimizers.holder_of(parameter).add_gradient(parameter, gradient)
-        elif parameter.grad is not None:  # `before_backward` has refused one that is not held
+        elif parameter.grad is not None:  # no `AppliedGradient`, which `before_backward` has refused
             parameter.grad.add_(gradient)
         elif self._forwards[id(parameter)] > 1:
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
@@ -105,14 +105,14 @@ class InBackward:
         return found
 
     def finish_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped what was left of its parameters."""
+        """Forget the forwards and steps of an optimizer's parameters, after its `step`."""
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             self._applied.discard(id(parameter))
             self._forwards.pop(id(parameter), None)
 
 
 def _is_wanted(parameter: Parameter, name: str) -> bool:
-    """Say whether this backward pass accumulates a gradient for it. Raises `GradientError` for autograd.grad()."""
+    """Return whether this backward accumulates the parameter's gradient. Raises `GradientError` for autograd.grad()."""
     with torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
@@ -125,7 +125,7 @@ def _is_wanted(parameter: Parameter, name: str) -> bool:
 
 
 class _Running(threading.local):
-    """The optimizers whose backward halves run, the innermost last: threads train models of their own."""
+    """The bindings whose backward halves run in this thread, innermost last. Threads may train models of their own."""
 
     def __init__(self) -> None:
         self.bindings: list[InBackward] = []
@@ -136,7 +136,7 @@ _running = _Running()
 
 @contextmanager
 def stepping(binding: InBackward) -> Iterator[None]:
-    """Let updates of the half that runs meanwhile go to an optimizer."""
+    """Within the context, send the updates of the half that runs to ``binding``."""
     _running.bindings.append(binding)
     try:
         yield
@@ -145,7 +145,7 @@ def stepping(binding: InBackward) -> Iterator[None]:
 
 
 def apply_update(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Step a parameter of the optimizer whose backward half runs."""
+    """Step a parameter by the binding whose backward half runs."""
     _running.bindings[-1].apply(parameter, gradient)
     return gradient.new_empty(0)
 

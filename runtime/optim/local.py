@@ -1,4 +1,4 @@
-"""The memory behind the parameters: local shards of DTensors, flat views of dense tensors, copies of others."""
+"""Find the memory behind parameters: local shards of DTensors, flat views of dense tensors, copies of others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fxprec.runtime.optim.rule import Rule
 
 
 def place_of(param: Tensor) -> tuple[int, ...]:
-    """Which shard of a parameter this rank holds; replicas are the same place, so they draw the same random bits."""
+    """Return which shard of a parameter this rank has. Replicas have the same place, so they draw the same bits."""
     if not isinstance(param, DTensor):
         return ()
     coordinates = param.device_mesh.get_coordinate() or ()
@@ -18,7 +18,7 @@ def place_of(param: Tensor) -> tuple[int, ...]:
 
 
 def is_dense(rule: Rule, row: list[Tensor]) -> bool:
-    """Whether a row's own tensors are flat memory in one common order already. Row as for `dense_row`."""
+    """Return whether a row's own tensors already are flat memory in one common order; ``row`` is as in `dense_row`."""
     return all(
         t.is_contiguous() and not isinstance(t, DTensor) and t.dtype == rule.dtype_of(name)
         for name, t in zip(rule.tensors, row, strict=False)
@@ -26,9 +26,10 @@ def is_dense(rule: Rule, row: list[Tensor]) -> bool:
 
 
 def dense_row(rule: Rule, row: list[Tensor]) -> list[Tensor]:
-    """Return a row's local tensors as flat memory in one common order, copied where theirs is another.
+    """Return a row's local tensors as flat memory in one common order; a tensor in another order is copied.
 
-    Row: `Rule.tensors`, then `Rule.scales`. These and `Rule.packed` are flat. The gradient takes the parameter's dtype.
+    A row has `Rule.tensors`, then `Rule.scales`. Scales and `Rule.packed` are flat already. Other tensors are converted
+    to the dtypes of the rule.
     """
     row = [local(t) for t in row]
     flat = [
@@ -39,17 +40,17 @@ def dense_row(rule: Rule, row: list[Tensor]) -> list[Tensor]:
 
 
 def local(t: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor."""
+    """Return this rank's part of a tensor, detached."""
     return (t.to_local() if isinstance(t, DTensor) else t).detach()
 
 
 def is_permuted(param: Tensor) -> bool:
-    """Whether a tensor's memory has no gaps, and another order than its elements."""
+    """Return whether a tensor's memory has no gaps but another order than its elements."""
     return not param.is_contiguous() and bool(torch.ops.aten.is_non_overlapping_and_dense(param))
 
 
 def in_order_of(t: Tensor, param: Tensor) -> Tensor:
-    """Return a tensor flat, in the order of the parameter's memory; of one with gaps, in that of its elements."""
+    """Return a tensor flat, in the order of the parameter's memory, or of its elements if the memory has gaps."""
     if not is_permuted(param):
         return t.contiguous().view(-1)
     if t.stride() != param.stride():

@@ -1,8 +1,8 @@
-"""The maths of a step, once: eager torch runs it, Dynamo inlines it, and the printers turn its trace into kernels.
+"""Define the maths of a step once: eager torch runs it, Dynamo inlines it, and printers turn its trace into kernels.
 
-All values are float32 on the way. Each numbered line of the paper's Algorithms 2 to 5 is one operation: its inputs are
-numbers of the format, it computes in float32, its result is rounded to nearest once. At float32 the operations are
-those of torch.optim, in its order.
+Intermediate values are float32. Each numbered line of the paper's Algorithms 2 to 5 is one operation: it reads numbers
+of the format, computes in float32, and rounds its result to nearest once. In float32 the operations are those of
+torch.optim, in the same order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Values: TypeAlias = Mapping[str, Tensor]
 
 
 class Stepped(NamedTuple):
-    """New values by tensor name, and what `Rule.statistics` counts: masks of updates not zero, and of those lost."""
+    """New values by tensor name, and the masks that `Rule.statistics` counts: non-zero and cancelled updates."""
 
     values: dict[str, Tensor]
     nonzero: Tensor | None
@@ -31,9 +31,9 @@ class Stepped(NamedTuple):
 
 
 def step(rule: Rule, tensors: Values, scalars: Values, index: Tensor | None) -> Stepped:
-    """One step of one parameter. ``tensors``: float32 (n,) by `Rule.tensors`; ``scalars``: 0-dim by `Rule.scalars`
-    and `INTEGERS`; ``index``: int32 (n,) element numbers, only read where `Rule.random`. New values of `Rule.coded` are
-    not rounded: `states` encodes them, once a block's largest is known."""
+    """Compute one step of one parameter. ``tensors``: float32 (n,) by `Rule.tensors`; ``scalars``: 0-dim by
+    `Rule.scalars` and `INTEGERS`; ``index``: int32 (n,) element numbers, only read if `Rule.random`. New values of
+    `Rule.coded` are not rounded: `states` encodes them once the largest value of a block is known."""
     grad = -tensors["grad"] if rule.maximize else tensors["grad"]
     if rule.clipped:
         grad = grad * scalars["clip"]
@@ -48,7 +48,7 @@ def step(rule: Rule, tensors: Values, scalars: Values, index: Tensor | None) -> 
 
 
 def _sgd(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Tensor | None) -> Stepped:
-    """Algorithms 2 and 3, with torch's dampening and Nesterov momentum."""
+    """Step by Algorithms 2 and 3, with torch's dampening and Nesterov momentum."""
     param, fmt = tensors["param"], rule.working
     state: dict[str, Tensor] = {}
     if rule.weight_decay:
@@ -65,7 +65,7 @@ def _sgd(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Tens
 
 
 def _adamw(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Tensor | None) -> Stepped:
-    """Algorithms 4 and 5, with torch's bias correction (float32 scalars) and AMSGrad."""
+    """Step by Algorithms 4 and 5, with torch's bias correction (float32 scalars) and AMSGrad."""
     fmt = rule.working
     mean, square = tensors["exp_avg"], tensors["exp_avg_sq"]
     mean = nearest(_lerp(mean, grad, scalars["lerp"], rule.long_lerp), fmt)
@@ -79,7 +79,7 @@ def _adamw(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Te
 
 
 def _lion(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Tensor | None) -> Stepped:
-    """Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", Algorithm 2. The sign of NaN is NaN."""
+    """Step by Algorithm 2 of Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms". NaN's sign is NaN."""
     mean, fmt = tensors["exp_avg"], rule.working
     ahead = nearest(fma(grad, scalars["rest1"], mean * scalars["beta1"]), fmt)
     sign = torch.where(ahead > 0, 1.0, torch.where(ahead < 0, -1.0, ahead))
@@ -88,7 +88,7 @@ def _lion(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Ten
 
 
 def _muon_direction(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Tensor | None) -> Stepped:
-    """What torch.optim.Muon orthogonalises: ``param`` is only written."""
+    """Compute the matrix that torch.optim.Muon orthogonalises and write it to ``param``, which is not read."""
     fmt = rule.working
     buffer = nearest(_lerp(tensors["momentum_buffer"], grad, scalars["lerp"], rule.long_lerp), fmt)
     ahead = nearest(_lerp(grad, buffer, scalars["lerp_ahead"], rule.long_ahead), fmt) if rule.nesterov else buffer
@@ -96,7 +96,7 @@ def _muon_direction(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, 
 
 
 def _muon_move(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Tensor | None) -> Stepped:
-    """Move along ``grad``, which is orthogonalised."""
+    """Move the weight along ``grad``, the orthogonalised matrix."""
     param, update, start = tensors["param"], grad * scalars["neg_lr"], tensors["param"]
     if rule.weight_decay:
         update = fma(param, scalars["neg_lr_decay"], update)
@@ -105,7 +105,7 @@ def _muon_move(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index
 
 
 def _lerp(start: Tensor, end: Tensor, share: Tensor, is_long: bool) -> Tensor:
-    """Return torch.lerp, whose share is that of the start where it comes from the end."""
+    """Return torch.lerp; with ``is_long`` it starts from the end, and ``share`` is the share of ``start``."""
     return fma(start - end, share, end) if is_long else fma(end - start, share, start)
 
 
@@ -121,7 +121,7 @@ _ALGORITHMS = {
 def _decayed(
     rule: Rule, change: Tensor, state: dict[str, Tensor], tensors: Values, scalars: Values, index: Tensor | None
 ) -> Stepped:
-    """Add a change to the parameter, from which weight decay has taken its share."""
+    """Apply weight decay to the parameter and add ``change``."""
     param = tensors["param"]
     update, start = change, param
     if rule.weight_decay:
@@ -139,7 +139,7 @@ def _finish(
     scalars: Values,
     index: Tensor | None,
 ) -> Stepped:
-    """Add the update: ``moved`` is param + update in float32, as torch computes it."""
+    """Round the new weight and count the update; ``moved`` is param + update in float32, as torch computes it."""
     param, fmt = tensors["param"], rule.format
     random = None
     if rule.stochastic and index is not None:

@@ -1,4 +1,4 @@
-"""`SGD`, `AdamW` and `Muon`, torch.optim's, and `Lion`: with weights and state in any format."""
+"""Optimizers with weights and state in any format: `SGD`, `AdamW` and `Muon` of torch.optim, and `Lion`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fxprec.runtime.optim.stepper import Numbers, Stepper
 class SGD(Stepper, torch.optim.SGD):
     """``torch.optim.SGD`` for 16-bit (or narrower) weights; Zamirai et al. 2020, Algorithms 2 and 3.
 
-    Every option of torch.optim.SGD, and those of `Own`: how weights are rounded, what averages are held in, clipping.
-    ``foreach=False`` runs the plain reference op by op; any other value one kernel for all parameters of a group.
+    Options are those of torch.optim.SGD and of `Own`: rounding of weights, the form of averages, clipping.
+    ``foreach=False`` runs the plain reference op by op; any other value runs one kernel for all parameters of a group.
 
     Raises `ConfigError` (a ``ValueError``) for what docs/optim.md lists under "What is refused".
     """
@@ -62,8 +62,8 @@ class SGD(Stepper, torch.optim.SGD):
 class AdamW(Stepper, torch.optim.AdamW):
     """``torch.optim.AdamW`` for 16-bit (or narrower) weights; Zamirai et al. 2020, Algorithms 4 and 5.
 
-    Every option of torch.optim.AdamW; the others are those of `SGD`. With bf16 weights torch's default beta2 of 0.999
-    rounds to 1 and is refused unless ``states`` says otherwise: the paper takes 0.997. Raises `ConfigError`.
+    Options are those of torch.optim.AdamW and of `Own`, as for `SGD`. With bf16 weights torch's default beta2 of 0.999
+    rounds to 1, so it is refused unless ``states`` is given; the paper takes 0.997. Raises `ConfigError`.
     """
 
     _algorithm = "adamw"
@@ -102,10 +102,10 @@ class AdamW(Stepper, torch.optim.AdamW):
 
 
 class Lion(Stepper):
-    """Lion: each weight moves by the learning rate, along the sign of an average of gradients; one average is held.
+    """Lion: each weight moves by the learning rate along the sign of an average of gradients, which is all its state.
 
-    Source: Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", Algorithm 2. torch.optim has none. The
-    options beside ``lr``, ``betas`` and ``weight_decay`` (decoupled) are those of `SGD`. Raises `ConfigError`.
+    Source: Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", Algorithm 2. torch.optim has no Lion.
+    Options beside ``lr``, ``betas`` and ``weight_decay`` (decoupled) are those of `SGD`. Raises `ConfigError`.
     """
 
     _algorithm = "lion"
@@ -136,9 +136,10 @@ class Lion(Stepper):
 class Muon(Stepper, torch.optim.Muon):
     """``torch.optim.Muon`` for matrices of 16 bits, or of any format; Jordan et al. 2024.
 
-    Every option of torch.optim.Muon, and those of `Own`. A generated kernel makes the momentum, matrix products in
-    bfloat16 orthogonalise it, and a second kernel moves the weight: one parameter at a time. Raises `ConfigError` for a
-    parameter that is no matrix or is sharded, beside what docs/optim.md lists under "What is refused".
+    Options are those of torch.optim.Muon and of `Own`. Parameters are stepped one by one: a generated kernel computes
+    the momentum, matrix products in bfloat16 orthogonalise it, and a second kernel moves the weight. Raises
+    `ConfigError` for a parameter that is no matrix or is sharded, and for what docs/optim.md lists under "What is
+    refused".
     """
 
     _algorithm = "muon"
@@ -197,7 +198,7 @@ class Muon(Stepper, torch.optim.Muon):
         for i, row in enumerate(rows):
             own, tensors = numbers.of(i), dict(zip((*rule.tensors, *rule.scales), row, strict=True))
             param = tensors["param"]
-            # Nothing here holds what is orthogonalised: its memory is free after the first product.
+            # No variable refers to the matrix that is orthogonalised, so its memory is free after the first product.
             along = orthogonalised(
                 self._direction(rule, group, tensors, own), group["ns_coefficients"], group["ns_steps"], group["eps"]
             )
@@ -208,7 +209,7 @@ class Muon(Stepper, torch.optim.Muon):
     def _direction(
         self, rule: Rule, group: Mapping[str, Any], tensors: Mapping[str, Tensor], numbers: Numbers
     ) -> Tensor:
-        """Average a gradient into the momentum; return what is to be orthogonalised."""
+        """Average a gradient into the momentum; return the matrix to orthogonalise."""
         average = replace(rule, algorithm="muon direction", update="nearest", statistics=False)
         made = torch.empty_like(tensors["param"], dtype=torch.bfloat16, requires_grad=False)
         held = (tensors[name] for name in (*average.state, *average.scales))

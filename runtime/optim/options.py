@@ -1,4 +1,4 @@
-"""What the optimizers take beyond torch.optim's options, and what they refuse."""
+"""Define and check the options that the optimizers take beyond torch.optim's."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ OWN = (
     "norm",
     "last_norm",
 )
-"""The keys our param groups have beside torch.optim's."""
+"""Keys of param groups beside those of torch.optim."""
 
 
 class Own(TypedDict, total=False):
-    """What each of our optimizers takes beyond torch.optim's options; all but ``generator`` per param group.
+    """Options of fxprec's optimizers beyond torch.optim's; all but ``generator`` can be set per param group.
 
     The random bits are a function of seed, parameter, element and step: the same on all ranks that use the same seed.
     """
@@ -51,26 +51,26 @@ class Own(TypedDict, total=False):
     """How the new weight is rounded: "stochastic" (default), "nearest", "kahan" (a compensation of the weight's size
     is kept) or "stochastic+kahan"."""
     format: Format | str | None
-    """What weights and state are rounded to; None: the format of each parameter's dtype."""
+    """Format that weights and state are rounded to; None: the format of each parameter's dtype."""
     states: States | Literal["auto"] | None
-    """What averages are held in; "auto" leaves that to a step budget, and is "float32" without one; None rounds them to
-    ``format``, as the paper does."""
+    """Form that averages are kept in. "auto" leaves the form to a step budget, and is "float32" without one. None
+    rounds averages to ``format``, as the paper does."""
     gradients: Gradients | None
-    """What backward holds gradients in until ``step()``, over several backward passes too, for a model compiled with
-    option ``optimizer``; None: backward steps parameters, and holds the gradient's dtype where it cannot."""
+    """Format that gradients are summed in until ``step()``, over several backward passes too, for a model compiled with
+    option ``optimizer``. None: backward steps parameters; where it cannot, it keeps the gradient in its own dtype."""
     generator: torch.Generator | None
-    """One seed is drawn from it."""
+    """Generator from which one seed is drawn."""
     seed: int | None
-    """Decides the random bits, 0 by default."""
+    """Seed of the random bits, 0 by default."""
     error_if_nonfinite: bool
-    """Raise `GradientError` before anything is changed."""
+    """Whether a gradient with inf or NaN raises `GradientError` before anything is changed."""
     count_cancelled: bool | int
-    """Count what `cancelled` returns; a number of steps: how often `cancelled_over_time` keeps it."""
+    """Whether updates are counted for `cancelled`; a number of steps: also the interval of `cancelled_over_time`."""
     max_norm: float | None
-    """Clip gradients by their global norm; the same for all groups."""
+    """Global norm that gradients are clipped to; the same for all groups."""
     norm: Norm
-    """"exact" (default): as `torch.nn.utils.clip_grad_norm_`; "last": by the last step's norm, or a gradient's own
-    where that is larger."""
+    """Norm that decides: "exact" (default) as in `torch.nn.utils.clip_grad_norm_`; "last": that of the last step, or
+    a gradient's own if that is larger."""
 
 
 def own_defaults(
@@ -85,7 +85,7 @@ def own_defaults(
     max_norm: float | None = None,
     norm: str = "exact",
 ) -> dict[str, Any]:
-    """Return the values of `OWN`, as plain data: a state dict holds them. Raises `ConfigError`."""
+    """Return the values of `OWN` as plain data, which a state dict can have. Raises `ConfigError`."""
     if not isinstance(count_cancelled, int) or count_cancelled < 0:
         raise ConfigError(
             f"count_cancelled is {count_cancelled!r}; give it True, or a number of steps after which counts are kept"
@@ -111,7 +111,7 @@ def own_defaults(
 
 
 def check_group(group: dict[str, Any], position: int) -> None:
-    """Bring a new param group into canonical form. Raises `ConfigError` (see docs/optim.md, "What is refused")."""
+    """Check a new param group and normalise it. Raises `ConfigError` (see docs/optim.md, "What is refused")."""
     if group["update"] not in UPDATES:
         hint = did_you_mean(str(group["update"]), UPDATES)
         raise ConfigError(
@@ -151,12 +151,12 @@ def check_group(group: dict[str, Any], position: int) -> None:
 
 
 def format_of(group: Mapping[str, Any], dtype: torch.dtype) -> Format:
-    """The format of a parameter of ``dtype``: the group's, or that of the dtype."""
+    """Return the format of a parameter of ``dtype``: the group's format, or that of the dtype."""
     return CARRIERS[dtype] if group["format"] is None else parse(group["format"])
 
 
 def name_of(group: Mapping[str, Any], index: int) -> str:
-    """How messages call a parameter."""
+    """Return the name of a parameter in messages."""
     names = group.get("param_names")
     return f"parameter {names[index]!r}" if names else f"parameter {index}"
 
@@ -171,7 +171,7 @@ def _check_clipping(group: Mapping[str, Any], position: int) -> None:
 
 
 def check_one_norm(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `ConfigError` where param groups are clipped in different ways: the norm is that of all gradients."""
+    """Raise `ConfigError` if param groups are clipped differently, because the norm is that of all gradients."""
     for name in ("max_norm", "norm"):
         for position, group in enumerate(groups):
             if group[name] != groups[0][name]:
@@ -227,7 +227,7 @@ def _check_betas(group: Mapping[str, Any], fmt: Format, position: int) -> None:
 
 
 def rule_of(group: Mapping[str, Any], algorithm: Algorithm, dtype: torch.dtype) -> Rule:
-    """Return what the kernel of this group depends on."""
+    """Return the rule of a group: everything that its kernel depends on."""
     adamw, sgd, muon = (algorithm == name for name in ("adamw", "sgd", "muon"))
     average = group["betas"][0] if adamw else group["momentum"] if muon else 1.0
     return Rule(

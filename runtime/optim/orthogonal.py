@@ -1,4 +1,4 @@
-"""The matrix part of Muon's step."""
+"""Orthogonalise matrices, and adapt learning rates to their shapes, for Muon's step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUINTIC = (3.4445, -4.775, 2.0315)
 
 
 def orthogonalised(x: Tensor, quintic: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Return a bfloat16 matrix of singular values near 1 with the singular vectors of ``x``, which is overwritten.
+    """Return a bfloat16 matrix with the singular vectors of ``x`` and singular values near 1; ``x`` is overwritten.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks": Newton-Schulz iterations.
     """
@@ -30,7 +30,7 @@ def orthogonalised(x: Tensor, quintic: tuple[float, float, float], steps: int, e
 
 
 def rate_of_shape(rule: str | None, rows: int, columns: int) -> float:
-    """Return what the learning rate of a matrix of this shape is multiplied by, as torch.optim.Muon has it."""
+    """Return the factor of the learning rate for a matrix of this shape, as in torch.optim.Muon."""
     if not rows or not columns:
         return 1.0
     if rule == "match_rms_adamw":

@@ -1,4 +1,4 @@
-"""The plain reference: the maths of a rule, op by op, on any device; also what Dynamo inlines."""
+"""Run the maths of a rule op by op on any device: the plain reference, which Dynamo also inlines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fxprec.runtime.optim.rule import INTEGERS, Rule, scale_name
 
 
 def run(rule: Rule, row: list[Tensor], scalars: Tensor, integers: Tensor, counts: Tensor | None) -> None:
-    """Step one parameter's tensors (`Rule.tensors`; flat, equal layout; then `Rule.scales`) in place.
+    """Step one parameter's tensors in place: `Rule.tensors`, flat and in one order, then `Rule.scales`.
 
     ``scalars``: float32 (`Rule.scalars`,); ``integers``: int32 (`INTEGERS`,); ``counts``: int64 (2,).
     """

@@ -1,4 +1,4 @@
-"""Rounding of float32 values to a format inside an optimizer step, and the random bits of stochastic rounding."""
+"""Round float32 values to a format inside an optimizer step, and make the random bits of stochastic rounding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fxprec.numerics.rows import MAGNITUDE, format_row
 
 
 def nearest(x: Tensor, fmt: Format) -> Tensor:
-    """Return float32 ``x`` rounded to nearest, ties to even; the bits of `codec.nearest`, NaN quieted."""
+    """Return float32 ``x`` rounded to nearest, ties to even, with the bits of `codec.nearest` and NaN quieted."""
     if fmt == FP32:
         return x
     row = format_row(fmt)
@@ -22,7 +22,7 @@ def nearest(x: Tensor, fmt: Format) -> Tensor:
 def stochastic(x: Tensor, random: Tensor, fmt: Format) -> Tensor:
     """Return float32 ``x`` rounded up in magnitude with probability (|x| - down) / (up - down), else down.
 
-    ``random`` (int32, shape of ``x``) is uniform in [0, 2^31). The bits of `directed.dithered`, NaN quieted.
+    ``random`` (int32, shape of ``x``) is uniform in [0, 2^31). Bits are those of `directed.dithered`, NaN quieted.
     """
     if fmt == FP32:
         return x
@@ -42,7 +42,7 @@ def mix(x: Tensor) -> Tensor:
 
 
 def random_bits(index: Tensor, key0: Tensor, key1: Tensor, step: Tensor) -> Tensor:
-    """Return 31 random bits (int32) for each element index, another set for each key and each step.
+    """Return 31 random bits (int32) for each element index; each key and each step has different bits.
 
     A pure function of its arguments: the same on every device and on every rank.
     """
@@ -52,9 +52,9 @@ def random_bits(index: Tensor, key0: Tensor, key1: Tensor, step: Tensor) -> Tens
 def dither_bits(index: Tensor, key0: Tensor, key1: Tensor, step: Tensor, salt: int) -> Tensor:
     """Return 31 bits (int32) for each element index, which advance by the golden ratio of 2^31 with each step.
 
-    A pure function of its arguments, as `random_bits`; over many steps it rounds up as often as independent bits would,
-    and at far more even distances. So an average that moves by a small part of a unit each step stays within about a
-    unit, where independent bits let it walk (docs/optim.md, "States in fewer bits").
+    A pure function of its arguments, as `random_bits`. Over many steps these bits round up as often as independent bits
+    would, at far more even distances. So an average that moves by a small part of a unit each step stays within about a
+    unit, while independent bits let it walk away (docs/optim.md, "States in fewer bits").
     """
     return (mix(mix(index ^ key0) + (key1 + salt)) + step * _GOLDEN) & MAGNITUDE
 

@@ -1,4 +1,4 @@
-"""One step of rows of tensors: by the generated kernel, or op by op where there is none."""
+"""Step rows of tensors by the generated kernel, or op by op if there is none."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def run(
     integers: Tensor,
     counts: list[Tensor],
 ) -> None:
-    """Step rows of tensors (`Rule.tensors`, then `Rule.scales`) in place; ``foreach=False`` of the group: op by op.
+    """Step rows of tensors (`Rule.tensors`, then `Rule.scales`) in place; op by op if the group has ``foreach=False``.
 
-    ``floats``: float32 (rows, `Rule.scalars`); ``integers``: int32 (rows, `INTEGERS`); ``counts``: for each row int64
-    (2,), added to, or none.
+    ``floats``: float32 (rows, `Rule.scalars`); ``integers``: int32 (rows, `INTEGERS`); ``counts``: an int64 (2,) for
+    each row, which is added to, or an empty list.
     """
     step = _reference if group.get("foreach") is False else _kernel
     step(rule, rows, floats, integers, counts)
@@ -54,14 +54,14 @@ def _kernel(rule: Rule, rows: list[list[Tensor]], floats: Tensor, integers: Tens
     for row, copies in zip(rows, dense, strict=True):
         if copies is not row:
             _write_back(row, copies)
-    # Kernels write past autograd's notice.
+    # Autograd does not see what kernels write.
     torch.autograd.graph.increment_version([row[0] for row in rows])
     if found is not None:
         torch._foreach_add_(counts, list(found.unbind()))
 
 
 def _write_back(row: list[Tensor], copies: list[Tensor]) -> None:
-    """Copy what was stepped outside its own memory."""
+    """Copy stepped copies back into their tensors; the gradient, at 1, was not written."""
     for i, (t, copy) in enumerate(zip(row, copies, strict=True)):
         if i == 1:
             continue

@@ -1,4 +1,4 @@
-"""The numbers of a step that change while training: learning rate, bias corrections, keys of the random bits."""
+"""Compute the numbers of a step that change while training: learning rate, bias corrections, keys of random bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from fxprec.runtime.optim.rule import INTEGERS, Rule
 def floats(rule: Rule, group: Mapping[str, Any], steps: Tensor) -> Tensor:
     """Return float32 (parameters, `Rule.scalars`) on the device of ``steps`` (float, (parameters,), counted from 1).
 
-    What clips is 1. Computed in float64, as torch.optim does with Python's floats; no value is read back from a device.
+    The clipping factor is 1 here. Numbers are computed in float64, as torch.optim does with Python's floats. No value
+    is read back from a device.
     """
     count = steps.double()
     values = {"clip": 1.0} | _ALGORITHMS[rule.algorithm](group, count)
@@ -25,7 +26,7 @@ def floats(rule: Rule, group: Mapping[str, Any], steps: Tensor) -> Tensor:
 
 
 def _column(value: float | Tensor, like: Tensor) -> Tensor:
-    """Return the value for each parameter. A number is filled in on the device, not uploaded."""
+    """Return a value for each parameter. A number is filled in on the device instead of uploaded."""
     return value.to(like).expand_as(like) if isinstance(value, Tensor) else torch.full_like(like, value)
 
 
@@ -76,14 +77,14 @@ def _muon_direction(group: Mapping[str, Any], count: Tensor) -> dict[str, Any]:
 
 
 def _lerp(weight: float) -> float:
-    """Return the factor of `torch.lerp`'s difference: from 0.5 on it counts from the other end, in float32."""
+    """Return the factor of `torch.lerp`'s difference. From 0.5 on, `torch.lerp` starts from the end, in float32."""
     return weight if weight < 0.5 else float(1 - torch.tensor(weight, dtype=torch.float32, device="cpu"))
 
 
 def _muon_move(group: Mapping[str, Any], count: Tensor) -> dict[str, Any]:
-    """``rate_of_shape``: what the learning rate of the one parameter is multiplied by."""
+    """Return the scalars of Muon's move; ``rate_of_shape`` in the group is the factor of the learning rate."""
     lr = _scalar(group["lr"], count)
-    lr = lr.double() if isinstance(lr, Tensor) else lr  # torch.optim.Muon makes a number of it
+    lr = lr.double() if isinstance(lr, Tensor) else lr  # torch.optim.Muon converts it to a Python float
     return {
         "neg_lr": -(lr * group["rate_of_shape"]),
         "decay": 1 - lr * group["weight_decay"],
@@ -101,14 +102,14 @@ _ALGORITHMS = {
 
 
 def _scalar(lr: float | Tensor, like: Tensor) -> float | Tensor:
-    """A tensor learning rate stays on its device; a number stays a number."""
+    """Return a tensor learning rate as a scalar on the device of ``like``; return a number unchanged."""
     return on_device.upload(lr.detach().reshape(()), like.device) if isinstance(lr, Tensor) else lr
 
 
 def integers(seed: int, places: list[tuple[int, ...]] | None, steps: Tensor) -> Tensor:
     """Return int32 (parameters, `INTEGERS`): keys from the seed and each parameter's place, and the step.
 
-    Without places, where nothing is random, zeros.
+    Without places, if nothing is random, return zeros.
     """
     if places is None:
         return torch.zeros(len(steps), len(INTEGERS), dtype=torch.int32, device=steps.device)

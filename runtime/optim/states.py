@@ -1,10 +1,9 @@
-"""Averages as codes of 8 or 4 bits in blocks: each block of 64 elements shares a power of two.
+"""Store averages as codes of 8 or 4 bits in blocks: the 64 elements of a block share a power of two as their scale.
 
-Codes are numbers of a small float format, so that a block's grid stays where it is while its largest element changes.
-A mean has a sign, 2 exponent bits and 5 mantissa bits, in 4 bits 1. An average of squares needs no sign and has 3
-exponent bits; one that is not zero never becomes zero, because an update divides by its root. With their scale the
-numbers of all formats are numbers of bfloat16, and encoding them again changes nothing. What was measured:
-docs/optim.md.
+Codes are numbers of a small float format, so a block's grid stays in place while its largest element changes. A mean
+has a sign, 2 exponent bits and 5 mantissa bits (1 in 4 bits). An average of squares has no sign and 3 exponent bits. A
+non-zero average of squares never becomes zero, because an update divides by its root. With their scales the numbers of
+all formats are bfloat16 numbers, and encoding them again changes nothing. Measurements: docs/optim.md.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from fxprec.runtime.optim.rounding import dither_bits
 BLOCK = 64
 """Elements that share a scale, in the order of a parameter's memory; the last block may have fewer."""
 HALF = BLOCK // 2
-"""Bytes of a block in 4 bits: each has the code of an element, and above it that of the element half a block later."""
+"""Bytes of a block in 4 bits. The low half of a byte has an element's code, the high half that of element + HALF."""
 
 
 @dataclass(frozen=True)
 class Codes:
-    """The numbers that one kind of average is held as."""
+    """The codes that one kind of average is stored as."""
 
     format: Format
     is_square: bool
-    """Whether its sign bit is not stored, and a number that is not zero never becomes zero."""
+    """Whether the average is of squares: no sign bit is stored, and a non-zero number never becomes zero."""
 
     @property
     def is_packed(self) -> bool:
-        """Whether two codes share a byte."""
+        """Return whether two codes share a byte."""
         return self._sign_at + (not self.is_square) == 4
 
     @property
@@ -46,7 +45,7 @@ class Codes:
 
     @property
     def drops_small(self) -> bool:
-        """Whether a mean below half of the smallest number becomes 0. In 4 bits that would be too many means."""
+        """Return whether a mean below half of the smallest number becomes 0. In 4 bits too many means would."""
         return not (self.is_square or self.is_packed)
 
     def sign(self, bits: Tensor) -> Tensor:
@@ -63,18 +62,18 @@ _SALTS = {"momentum_buffer": 1, "exp_avg": 1, "exp_avg_sq": 2}
 
 
 def codes_of(form: str, name: str) -> Codes:
-    """Return how an average is held in "8bit" or "4bit"."""
+    """Return the codes of an average in form "8bit" or "4bit"."""
     return _CODES[form][name in _SQUARES]
 
 
 _MANTISSA = (1 << 23) - 1
-_ANCHOR = 1.5 * 2.0**23  # added to a small number of either sign, rounds it to a whole one
+_ANCHOR = 1.5 * 2.0**23  # adding it to a small number of either sign rounds that to a whole number
 _ANCHOR_BITS = float_bits(_ANCHOR)
-_FIRST_DITHER = float_bits(1.0 + 2.0**-17)  # then every 2^-16: 1.5 is never met, so a whole number stays one
+_FIRST_DITHER = float_bits(1.0 + 2.0**-17)  # then every 2^-16: less 1.5, all lie within +-0.5, so a whole number stays
 
 
 def bits(name: str, index: Tensor, integers: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the random bits that a new value is rounded by; None: to nearest."""
+    """Return the random bits by which a new value is rounded; None: it is rounded to nearest."""
     if name not in _SALTS:
         return None
     return dither_bits(index, integers["key0"], integers["key1"], integers["step"], _SALTS[name])
@@ -88,9 +87,9 @@ def decoded(codes: Codes, code: Tensor, scale: Tensor) -> Tensor:
 
 
 def scale_of(codes: Codes, amax: Tensor) -> Tensor:
-    """Return the code of a block's scale (int32), from the bits of its largest magnitude; 255 where that is inf or NaN.
+    """Return the code of a block's scale (int32) from the bits of its largest magnitude; 255 if that is inf or NaN.
 
-    It leaves room to round the largest up, or the mean of what is rounded would not be the number.
+    The scale leaves room to round the largest element up, so that stochastic rounding keeps its mean.
     """
     fmt = codes.format
     largest = float_bits(fmt.largest)
@@ -98,10 +97,10 @@ def scale_of(codes: Codes, amax: Tensor) -> Tensor:
 
 
 def code_of(codes: Codes, x: Tensor, scale: Tensor, random: Tensor | None) -> Tensor:
-    """Return the int32 codes of float32 numbers under their blocks' scales: rounded by random bits, or to nearest.
+    """Return the int32 codes of float32 numbers under their blocks' scales, rounded by random bits or to nearest.
 
-    A number is counted in units of its binade's last place, to which less than half a unit of dither is added. In
-    8 bits a mean below half of the smallest unit becomes 0: a unit might be many times the root that it is divided by.
+    A number is counted in units of its binade's last place, and less than half a unit of dither is added. In 8 bits a
+    mean below half of the smallest unit becomes 0, because a unit may be many times the root that divides the mean.
     """
     fmt = codes.format
     least, mantissa = fmt.min_exponent + 127, fmt.mantissa_bits
@@ -122,29 +121,29 @@ def code_of(codes: Codes, x: Tensor, scale: Tensor, random: Tensor | None) -> Te
 
 
 def num_blocks(elements: int) -> int:
-    """Return how many blocks hold so many elements."""
+    """Return the number of blocks of ``elements``."""
     return -(-elements // BLOCK)
 
 
 def by_element(scales: Tensor, elements: int) -> Tensor:
-    """Return, for each element of a flat tensor, what its block has."""
+    """Return the scale of each element of a flat tensor, (elements,), from the scales of the blocks."""
     return scales.repeat_interleave(BLOCK)[:elements]
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """Return the bits of each block's largest magnitude, of a flat float32 tensor."""
+    """Return the bits of the largest magnitude in each block of a flat float32 tensor."""
     magnitudes = x.view(torch.int32) & MAGNITUDE
     missing = -len(x) % BLOCK
     return torch.cat([magnitudes, magnitudes.new_zeros(missing)]).view(-1, BLOCK).amax(1)
 
 
 def num_bytes(codes: Codes, elements: int) -> int:
-    """Return how many bytes hold the codes of so many elements."""
+    """Return the bytes of the codes of ``elements``."""
     return HALF * num_blocks(elements) if codes.is_packed else elements
 
 
 def encode(codes: Codes, x: Tensor, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return bytes of codes, and scales, of a flat float32 tensor; as `code_of`."""
+    """Return the bytes of codes and the scales of a flat float32 tensor, rounded as by `code_of`."""
     if not len(x):
         return x.to(torch.uint8), x.to(torch.uint8)
     scales = scale_of(codes, amax_of(x))

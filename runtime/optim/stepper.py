@@ -1,4 +1,4 @@
-"""What all optimizers share: state, checks, and one kernel call for all parameters of a group."""
+"""Implement what all optimizers share: state, checks, and one kernel call for all parameters of a group."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ NOT_HELD = "the optimizer no longer holds a parameter that backward steps; compi
 
 @dataclass(frozen=True)
 class _Position:
-    """Place of a parameter among those of the groups."""
+    """The position of a parameter in the param groups."""
 
     group: int
     index: int
-    """In its group."""
+    """Index in its group."""
     number: int
-    """Among all parameters."""
+    """Index among the parameters of all groups."""
 
 
 @dataclass(frozen=True)
@@ -45,30 +45,30 @@ class _Batch:
 
     indices: list[int]
     rows: list[list[Tensor]]
-    """For each, the tensors of `Rule.tensors` and `Rule.scales`."""
+    """For each parameter, the tensors of `Rule.tensors` and `Rule.scales`."""
     steps: list[Tensor]
     counts: list[Tensor]
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a step of some parameters depends on beside their tensors and their group."""
+    """The numbers that a step of some parameters depends on, beside their tensors and their group."""
 
     steps: Tensor
     """float32 (parameters,), counted from 1."""
     integers: Tensor
     """int32 (parameters, `INTEGERS`)."""
     clips: Tensor | None
-    """float32 (parameters,): what each gradient is multiplied by."""
+    """float32 (parameters,): the clipping factor of each gradient."""
 
     def of(self, i: int) -> Numbers:
-        """Return those of one parameter."""
+        """Return the numbers of one parameter."""
         one = slice(i, i + 1)
         return Numbers(self.steps[one], self.integers[one], None if self.clips is None else self.clips[one])
 
 
 class Stepper(Optimizer):
-    """Mixin before an optimizer of torch.optim, whose constructor, groups and state it takes; base of `Lion`."""
+    """A mixin before an optimizer of torch.optim, whose constructor, groups and state it uses; the base of `Lion`."""
 
     _algorithm: Algorithm
     _own: dict[str, Any]
@@ -89,14 +89,14 @@ class Stepper(Optimizer):
         check_group(group, position)
 
     def workspace_of(self, param: Tensor) -> int:
-        """Return the bytes that a step of one parameter takes beside what it reads and writes."""
+        """Return the bytes that a step of one parameter allocates beside the tensors that it reads and writes."""
         return 0
 
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient; return the closure's loss, if one is given.
 
-        Raises `GradientError`, before anything is changed, where ``error_if_nonfinite`` is set and a gradient is not
+        Raises `GradientError`, before anything is changed, if ``error_if_nonfinite`` is set and a gradient is not
         finite; `ConfigError` for a sparse gradient.
         """
         loss = None
@@ -124,7 +124,7 @@ class Stepper(Optimizer):
 
     @torch.no_grad()
     def step_one(self, param: Tensor, gradient: Tensor) -> None:
-        """Step one parameter by a gradient that is not its ``grad``, as `step` would.
+        """Step one parameter by a gradient that is not at its ``grad``, as `step` would.
 
         Raises `ConfigError` for a parameter that no group holds.
         """
@@ -135,14 +135,14 @@ class Stepper(Optimizer):
         rule = rule_of(group, self._algorithm, param.dtype)
         if rule.update == "nearest" and rule.algorithm != "sgd" and not group.get("capturable"):
             self._warn_if_stuck(rule, group, at.group, list(range(len(group["params"]))))
-        if rule.clipped:  # the bits of a norm follow strides and dtype
+        if rule.clipped:  # the bits of a norm depend on strides and dtype
             if gradient.stride() != param.stride() or gradient.dtype != param.dtype:
                 gradient = torch.empty_like(param).copy_(gradient)
             self._clipping.see([param], [gradient])
         self._step_batch(rule, group, self._batch(rule, group, [at.index], gradient), at.number - at.index)
 
     def position_of(self, param: Tensor) -> _Position | None:
-        """Return where a parameter is among those of the groups; None where no group holds it."""
+        """Return the position of a parameter in the param groups, or None if no group has it."""
         known: tuple[list[int], dict[Tensor, _Position]] = self.__dict__.get("_positions", ([], {}))
         held = [group["params"] for group in self.param_groups]
         sizes, at = list(map(len, held)), known[1].get(param)
@@ -190,7 +190,7 @@ class Stepper(Optimizer):
 
     @torch.no_grad()
     def add_gradient(self, param: Tensor, gradient: Tensor) -> None:
-        """Add a gradient to those of a parameter that are summed in bfloat16, at ``param.grad``."""
+        """Add a gradient to the parameter's bfloat16 sum at ``param.grad``."""
         at = self.position_of(param)
         assert at is not None, "its holder adds to it"
         held = param.grad if isinstance(param.grad, SummedGradient) else SummedGradient.of(param)
@@ -199,12 +199,12 @@ class Stepper(Optimizer):
         param.grad = held
 
     def sums_gradients(self, param: Tensor) -> bool:
-        """Say whether gradients of a parameter are summed in bfloat16 until `step`."""
+        """Return whether a parameter's gradients are summed in bfloat16 until `step`."""
         at = self.position_of(param)
         return at is not None and self.param_groups[at.group]["gradients"] is not None
 
     def gradient_bytes(self) -> int:
-        """Return the bytes that gradients summed in bfloat16 take, of all parameters."""
+        """Return the bytes of the bfloat16 sums of gradients of all parameters."""
         groups = (group for group in self.param_groups if group["gradients"] is not None)
         return sum(2 * local(p).numel() for group in groups for p in group["params"])
 
@@ -226,7 +226,7 @@ class Stepper(Optimizer):
 
     @staticmethod
     def _fill_state(rule: Rule, group: Mapping[str, Any], param: Tensor, state: dict[str, Any]) -> None:
-        """Add what is missing: all of it at the first step, ours only after torch.optim's state was loaded."""
+        """Add missing state: all of it at the first step, or what torch.optim lacks after its state was loaded."""
         had_momentum = state.get("momentum_buffer") is not None
         for name in rule.averages:
             hold(rule, name, param, state)
@@ -254,7 +254,7 @@ class Stepper(Optimizer):
     def _run(
         self, rule: Rule, group: Mapping[str, Any], rows: list[list[Tensor]], numbers: Numbers, counts: list[Tensor]
     ) -> None:
-        """Step rows of tensors, in place."""
+        """Step rows of tensors in place."""
         floats = scalars.floats(rule, group, numbers.steps)
         if numbers.clips is not None and rule.clipped:
             floats = on_device.upload(floats, rows[0][0].device)
@@ -268,13 +268,13 @@ class Stepper(Optimizer):
 
     @property
     def clips_by_this_step(self) -> bool:
-        """Whether no parameter may be stepped before all gradients are there: they are clipped by their own norm."""
+        """Return whether all gradients must exist before any parameter is stepped, to clip them by this step's norm."""
         return any(group["max_norm"] is not None and group["norm"] != LAST for group in self.param_groups)
 
     def last_norm(self) -> Tensor | None:
-        """Return the global norm of the last step's gradients, before they were clipped, float32, on their device.
+        """Return the global norm of the last step's gradients before clipping, float32, on their device.
 
-        None before the first step, and where nothing is clipped.
+        None before the first step, and if nothing is clipped.
         """
         found: Tensor | None = self.param_groups[0]["last_norm"]
         return found
@@ -300,9 +300,9 @@ class Stepper(Optimizer):
         return by_layer(rows) if by == "layer" else rows
 
     def cancelled(self, *, reset: bool = False, by: By = "parameter") -> list[CancelledRow]:
-        """Return, for each parameter of the groups with ``count_cancelled``, its updates lost to rounding.
+        """Return the updates that rounding cancelled, for each parameter of the groups with ``count_cancelled``.
 
-        ``by="layer"`` puts the parameters of each module together and needs named parameters. Counts run since the last
+        ``by="layer"`` adds up the parameters of each module and needs named parameters. Counts run since the last
         ``reset`` (or load). Source: Zamirai et al. 2020, D.3. Waits for the device. Raises `ConfigError`.
         """
         counts = self._counts()
@@ -314,7 +314,7 @@ class Stepper(Optimizer):
         return rows
 
     def cancelled_over_time(self, *, by: By = "parameter") -> list[CancelledSteps]:
-        """Return what was cancelled in every ``count_cancelled`` steps, for groups where that is a number of steps.
+        """Return the updates cancelled in every ``count_cancelled`` steps, for groups where that is a number of steps.
 
         Source: Zamirai et al. 2020, Figure 9. Waits for the device. Raises `ConfigError`.
         """
@@ -322,19 +322,20 @@ class Stepper(Optimizer):
 
     @property
     def has_open_states(self) -> bool:
-        """Whether a param group leaves the form of its averages to a step budget."""
+        """Return whether a param group leaves the form of its averages to a step budget."""
         return any(group["states"] == AUTO for group in self.param_groups)
 
     def close_states(self, form: States) -> None:
-        """Hold the averages of groups that left it open in this form from now on, those that are there already too."""
+        """Keep the averages of groups that left their form open in ``form`` from now on, existing averages too."""
         for group in self.param_groups:
             if group["states"] == AUTO:
                 group["states"] = form
 
     def state_bytes(self, form: States | None = None, *, of_all: bool = False) -> int:
-        """Return the bytes that the states of all parameters, or this rank's shards, take: before the first step too.
+        """Return the bytes of the states of all parameters, or of this rank's shards, even before the first step.
 
-        ``form``: as if groups that leave it open, or all groups, held averages so; None: as they do.
+        ``form``: count it for groups that leave the form open, with ``of_all`` for all groups. None: count the form of
+        each group.
         """
         forms = (
             form if form and (of_all or group["states"] == AUTO) else group["states"] for group in self.param_groups
@@ -346,7 +347,7 @@ class Stepper(Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in torch.optim's layout. Averages in 8 or 4 bits are bfloat16, which has them all."""
+        """Return the state in torch.optim's layout. Averages in 8 or 4 bits become bfloat16, which is exact."""
         found = super().state_dict()
         pairs = zip(found["param_groups"], self.param_groups, strict=True)
         params = {key: p for saved, group in pairs for key, p in zip(saved["params"], group["params"], strict=True)}
@@ -359,16 +360,16 @@ class Stepper(Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class or of torch.optim's: options the state does not name stay as they are.
+        """Load a state of this class or of torch.optim's. Options that the state does not name stay as they are.
 
-        Averages are rounded to what ``states`` holds them in; `cancelled` counts start again.
+        Averages are converted to the form in ``states``; `cancelled` counts start again.
         """
         kept = [{name: group[name] for name in OWN} for group in self.param_groups]
         super().load_state_dict(state_dict)
         for position, (group, own) in enumerate(zip(self.param_groups, kept, strict=True)):
             for name, value in own.items():
                 group.setdefault(name, value)
-            if group["states"] == AUTO:  # a step budget may have chosen here
+            if group["states"] == AUTO:  # a step budget may have chosen a form in this process
                 group["states"] = own["states"]
             self._check_group(group, position)
         check_one_norm(self.param_groups)
@@ -378,7 +379,7 @@ class Stepper(Optimizer):
         self.__dict__.pop("_cancelled_history", None)
 
     def _hold_saved(self, state_dict: dict[str, Any]) -> None:
-        """Hold averages as ``states`` says; torch.optim has converted them to the dtype of the weights."""
+        """Convert saved averages to the form in ``states``; torch.optim has converted them to the weights' dtype."""
         for group, param, saved in saved_states(state_dict, self.param_groups):
             rule, state = rule_of(group, self._algorithm, param.dtype), self.state[param]
             for name in rule.averages if rule.states is not None else ():

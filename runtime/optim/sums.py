@@ -1,4 +1,4 @@
-"""What stands at ``p.grad`` of a parameter whose gradients are summed in bfloat16 (option ``gradients``)."""
+"""Sum a parameter's gradients in bfloat16 at its ``p.grad`` (option ``gradients``)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fxprec.runtime.optim import running, scalars
 from fxprec.runtime.optim.rule import Rule
 
 _PATH = 1 << 40
-"""Tells the place of a sum's random bits from that of a weight's."""
+"""Part of the place of a sum's random bits, so that they differ from the weight's."""
 _ADD = {"lr": -1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}
 
 
 class SummedGradient(Tensor):
-    """Gradients of one or more backward passes, summed: a bfloat16 tensor that has its parameter's dtype for readers.
+    """The bfloat16 sum of gradients of one or more backward passes; readers see the dtype of the parameter.
 
-    Operators read it as a tensor of that dtype. What they write in place, to it or to a view, is rounded to nearest.
+    Operators read it as a tensor of that dtype. Values written in place, to the sum or a view, are rounded to nearest.
     """
 
     held: Tensor
@@ -69,14 +69,14 @@ class SummedGradient(Tensor):
 
 
 def stored(gradient: Tensor) -> Tensor:
-    """Return a gradient as it lies in memory."""
+    """Return a gradient as it is stored."""
     return gradient.held if isinstance(gradient, SummedGradient) else gradient
 
 
 def add(
     to: SummedGradient, gradient: Tensor, group: Mapping[str, Any], place: Sequence[int], step: Tensor | None
 ) -> None:
-    """Add a gradient to a sum: a step of SGD at a learning rate of -1, whose float32 result is rounded stochastically.
+    """Add a gradient to a sum by a step of SGD at a learning rate of -1; its float32 result is rounded stochastically.
 
     ``step``: the parameter's steps so far, None for 0. The random bits are a function of the group's seed, ``place``,
     step and the gradients added before.

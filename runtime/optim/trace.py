@@ -1,4 +1,4 @@
-"""The maths of a rule as graphs of ATen nodes, for the printers."""
+"""Trace the maths of a rule to graphs of ATen nodes, for the printers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ INT: Kind = "int_scalar"
 
 @cache
 def trace(rule: Rule) -> Traced:
-    """Trace one step of ``rule``: inputs are its tensors and scales, scalars and `INTEGERS`, and the element's
-    ``index``; outputs the written tensors by name, those of `Rule.coded` as float32, and the masks ``nonzero`` and
-    ``cancelled`` where they are counted."""
+    """Trace one step of ``rule``. Inputs are its tensors and scales, scalars and `INTEGERS`, and the element's
+    ``index``. Outputs are the written tensors by name, those of `Rule.coded` as float32, and the masks ``nonzero`` and
+    ``cancelled`` if they are counted."""
     kinds: dict[str, Kind] = {name: "int" if name in rule.coded else "float" for name in rule.tensors}
     for names, kind in ((rule.scalars, FLOAT), ((*rule.scales, *INTEGERS), INT)):
         kinds |= dict.fromkeys(names, kind)
@@ -46,7 +46,7 @@ def trace_scale(codes: Codes) -> Traced:
 
 @cache
 def trace_code(codes: Codes, name: str) -> Traced:
-    """Trace `states.code_of` a new value: from ``x``, ``scale``, ``index`` and `INTEGERS` to ``code``."""
+    """Trace `states.code_of` for a new value: from ``x``, ``scale``, ``index`` and `INTEGERS` to ``code``."""
     kinds: dict[str, Kind] = {"x": "float", "scale": INT, "index": "int", **dict.fromkeys(INTEGERS, INT)}
 
     def run(x: Tensor, scale: Tensor, index: Tensor, *integers: Tensor) -> dict[str, Tensor]:

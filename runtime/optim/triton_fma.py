@@ -10,7 +10,7 @@ from fxprec import compat
 
 @triton.jit
 def _emulated(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
-    """As `fma._emulated`: the interpreter's own ``tl.fma`` rounds twice."""
+    """Return a * b + c as `fma._emulated` does, because the interpreter's own ``tl.fma`` rounds twice."""
     product = a.to(tl.float64) * b.to(tl.float64)
     addend = c.to(tl.float64)
     total = product + addend

@@ -1,7 +1,7 @@
-"""The generated GPU kernel of a rule: all parameters of a group in one launch, one read and one write of each tensor.
+"""Generate the GPU kernel of a rule: all parameters of a group in one launch, one read and write of each tensor.
 
-Printed from the same trace as the CPU kernel. Equal bits need no fused multiply-add but those asked for, and division
-and square root rounded to nearest.
+The kernel is printed from the same trace as the CPU kernel. For equal bits, the compiler may fuse no multiply-add of
+its own, and division and square root must round to nearest.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fxprec.runtime.optim.rule import INTEGERS, Rule, scale_name
 from fxprec.runtime.optim.trace import trace, trace_code, trace_scale
 
 BLOCK = 1024
-"""Elements a program works on."""
+"""Elements per program."""
 ALIGNMENT = 16
-"""Bytes that addresses, and elements that sizes, are multiples of where the kernel may read 16 bytes at once."""
+"""Alignment of addresses in bytes, and of sizes in elements, with which the kernel may read 16 bytes at once."""
 FACTS = 3
 """Columns of the table before the addresses: a parameter's first program, its elements, its row of the scalars."""
 
@@ -92,7 +92,7 @@ def source(rule: Rule) -> str:
 
 
 def _encoding(rule: Rule, name: str) -> list[str]:
-    """Return the lines that store new values of one state tensor and their scales. They use the step's names again."""
+    """Return the lines that store new values of one state tensor and their scales. They reuse names of the step."""
     head, scale = statements(trace_scale(rule.codes(name)), TRITON)
     lines, outputs = statements(trace_code(rule.codes(name), name), TRITON)
     blocks, block, half = BLOCK // states.BLOCK, states.BLOCK, states.HALF
@@ -121,7 +121,7 @@ def _encoding(rule: Rule, name: str) -> list[str]:
 
 @cache
 def kernel(rule: Rule) -> Any:
-    """The kernel as a Triton function, its source kept in Inductor's cache folder."""
+    """Return the kernel as a Triton function; its source is kept in Inductor's cache folder."""
     return compat.load_kernel(source(rule), "kernel")
 
 

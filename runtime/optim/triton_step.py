@@ -1,4 +1,4 @@
-"""Launch of the generated Triton kernel."""
+"""Launch the generated Triton kernel."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _Facts = tuple[tuple[int, ...], ...]
 
 
 def run(rule: Rule, rows: list[list[Tensor]], scalars: Tensor, integers: Tensor, counts: Tensor | None) -> bool:
-    """Step every row of tensors in place, as `cpp.run`; always True.
+    """Step every row of tensors in place, as `cpp.run`; return True.
 
-    ``scalars`` and ``integers`` are copied to the device where they are not there. Nothing waits for the device.
+    ``scalars`` and ``integers`` are copied to the device if they are elsewhere. Nothing waits for the device.
     Raises `ConfigError` while a CUDA graph is captured.
     """
     device = rows[0][0].device
@@ -41,9 +41,9 @@ def run(rule: Rule, rows: list[list[Tensor]], scalars: Tensor, integers: Tensor,
 
 
 def _parts(rows: list[list[Tensor]]) -> tuple[_Facts, _Facts]:
-    """Return the tables of the parameters that are read 16 bytes at a time, and of all others; empty ones have none.
+    """Return the tables of parameters that are read 16 bytes at a time, and of all others, without empty parameters.
 
-    Triton reads so only where addresses and sizes are known to be multiples.
+    Triton reads 16 bytes at a time only if addresses and sizes are known to be multiples of `ALIGNMENT`.
     """
     parts: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
     for i, row in enumerate(rows):
@@ -63,6 +63,6 @@ def _programs(size: int) -> int:
 def _table(facts: _Facts, device: torch.device) -> Tensor:
     """Return, for each parameter, its first program, its elements, its row of the scalars, its tensors' addresses.
 
-    Gradients that keep their addresses, and so do most of a caching allocator, upload nothing.
+    The table is cached: while gradients keep their addresses, as most of a caching allocator do, nothing is uploaded.
     """
     return on_device.upload(torch.tensor(facts, dtype=torch.int64, device="cpu"), device)
