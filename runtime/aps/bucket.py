@@ -31,24 +31,24 @@ from fxprec.runtime.aps.wire import Sending, num_bytes
 
 @dataclass
 class Part:
-    """Layers of one DDP bucket that are sent alike."""
+    """Layers of one DDP bucket that are sent in the same way."""
 
     bucket: int
     views: list[Tensor]
-    """Their gradients; the means are written here."""
+    """Gradients of the layers; their means are written here."""
     parameters: list[Tensor]
     sending: Sending
     number: int = 0
-    """Which part of the bucket this is."""
+    """Number of this part within the bucket."""
 
 
 PART_ELEMENTS = 1 << 20  # 25 M gradients at 200 Mbit/s: 1.84 s in parts of this size, 2.06 s in whole 25 MiB buckets
 
 
 def split_bucket(state: APSState, index: int, views: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Part]:
-    """Sort a bucket's layers by how they are sent, and cut those coded alike into parts of whole layers.
+    """Sort a bucket's layers by how they are sent, and cut those with the same codes into parts of whole layers.
 
-    Parts of a large bucket keep wire and cores busy at once; a schedule's high phase codes nothing.
+    Parts of a large bucket keep network and cores busy at once. Layers without codes are not cut.
     """
     parts: list[Part] = []
     last: dict[tuple[Sending, torch.dtype], Part] = {}
@@ -68,19 +68,20 @@ def split_bucket(state: APSState, index: int, views: Sequence[Tensor], parameter
 
 
 def settle(state: APSState, parameter: Tensor, view: Tensor) -> None:
-    """Add to a gradient that is not coded what earlier codes lost of its layer, which is owed no longer."""
+    """Add a layer's residual, what earlier codes lost, to a gradient that is not coded; drop the residual."""
     if parameter in state.residuals:
         view += state.residuals.pop(parameter).view_as(view)
 
 
 class Exchange:
-    """The sum over ranks, divided by their number, of one part of a bucket.
+    """The mean over ranks of one part of a bucket, computed in stages.
 
-    `start`, then the `STAGES` in order, on every rank. Stages of different parts may run at the same time, each stage
-    in the parts' order: those that communicate do so on a process group of their own. By nodes, `add` averages this
-    rank's chunk over the node, the next stages exchange the chunk with other nodes, and `share` sends it to the node.
+    Every rank calls `start`, then the `STAGES` in order. Stages of different parts may run at the same time, each stage
+    in the parts' order: each stage that communicates has its own process group. By nodes, `add` averages this rank's
+    chunk over the node, the next stages exchange the chunk with other nodes, and `share` sends it to the node.
 
-    All ranks decode the same bytes, and by nodes ranks of one chunk have the same mean: replicas stay bit-identical.
+    All ranks decode the same bytes, and by nodes the ranks of one chunk have the same mean. So replicas stay
+    bit-identical.
     """
 
     STAGES: tuple[str, ...] = ("add", "prepare", "scatter", "reduce", "gather", "finish", "share")
@@ -101,12 +102,12 @@ class Exchange:
         self.exponents = torch.empty(0, dtype=torch.int32, device="cpu")
         self.lost: Tensor | None = None
         self.signs: Tensor | None = None
-        """Signs of the rotation that values have until they are decoded, if any."""
+        """Signs of the rotation that is undone when values are decoded; None without a rotation."""
         self.message = torch.empty(0, dtype=torch.uint8, device="cpu")
-        """What the next stage sends, or what the last one received."""
+        """Tensor that the next stage sends, or that the last stage received."""
 
     def start(self) -> None:
-        """Lay the layers side by side; begin the exchange of their exponents and, by nodes, of the node's chunks."""
+        """Lay the layers side by side; start to exchange their exponents and, by nodes, the node's chunks."""
         self.whole = self.flat = self._flat(self.part.views, in_blocks=self.inside is None)
         if self.wire is not None:
             self._add_residuals(self.whole.layout.layers(self.whole.values))
@@ -121,7 +122,7 @@ class Exchange:
             self.work = dist.all_reduce(self.exponent_codes, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def add(self) -> None:
-        """Average this rank's chunk over the node, by nodes."""
+        """By nodes, average this rank's chunk over the node."""
         if self.inside is not None:
             self.flat = self._flat(self.inside.mean())
             self._rotate()
@@ -150,7 +151,7 @@ class Exchange:
             self.lost = wanted - self.coder.decode_scaled(self.message, bounds, -self.exponents, mask, 1)
 
     def scatter(self) -> None:
-        """Send the codes to their owners, or add the layers on the way where they are not coded."""
+        """Send codes to their owners; all-reduce layers without codes."""
         groups = self.groups
         if not self.flat.values.numel():
             return
@@ -164,7 +165,7 @@ class Exchange:
             self.message = to_owners(self.message, size, groups.size, groups.payload)
 
     def reduce(self) -> None:
-        """Sum what this rank owns; the hierarchical way is walked to its end here."""
+        """Sum the codes that this rank owns. The hierarchical all-reduce runs completely in this stage."""
         if not self._is_coded or self._is_direct:
             return
         mode, groups, lay = self.state.options.accumulate, self.groups, self.flat.layout
@@ -185,7 +186,7 @@ class Exchange:
             self.message = all_gather(self.message, self.groups.gather)
 
     def finish(self) -> None:
-        """Decode, unscale, divide by the number of ranks, and write where the layers or the chunk's pieces lie."""
+        """Decode, unscale, divide by the number of ranks, and write the mean into the layers or the chunk's pieces."""
         if self._is_coded:
             self.flat.write(self._added() if self._is_direct else self._decoded())
         elif self.flat.values.numel():
@@ -193,13 +194,13 @@ class Exchange:
             self.flat.write(self.flat.values)
 
     def share(self) -> None:
-        """Send the chunk to the node, and write all chunks where the layers lie, by nodes."""
+        """By nodes, send the chunk to the node, and write all chunks into the layers."""
         if self.inside is not None:
             self.inside.share(self.whole.values)
             self.whole.write(self.whole.values)
 
     def _added(self) -> Tensor:
-        """Return the mean of two nodes' codes, added here."""
+        """Return the mean of two nodes' codes, summed on this rank."""
         bounds, mask = self.flat.layout.bounds, mask_factors(self.exponent_codes)
         mean = self.coder.sum(self.message)
         scale_by_powers(mean, bounds, -self.exponents, mask)
@@ -222,7 +223,7 @@ class Exchange:
         return self._settled(coder.decode_scaled(codes, bounds, exponents, mask, divisor, into))
 
     def _settled(self, mean: Tensor) -> Tensor:
-        """Undo a rotation, and keep what was lost."""
+        """Undo the mean's rotation, if any, and keep what was lost as residuals."""
         if self.signs is not None:
             rotate_back(mean, self.signs)
         if self.lost is not None:
@@ -231,12 +232,12 @@ class Exchange:
 
     @property
     def _is_coded(self) -> bool:
-        """Say whether codes are exchanged: this rank's chunk of a small part may be empty."""
+        """Return whether this rank exchanges codes: its chunk of a small part may be empty."""
         return self.wire is not None and self.flat.values.numel() > 0
 
     @property
     def _is_direct(self) -> bool:
-        """Say whether two nodes send each other all codes: as many bytes as by owners, and one rounding less."""
+        """Return whether two nodes send each other all codes: as many bytes as by owners, and one rounding less."""
         return self.inside is not None and self.groups.size == 2
 
     @property
@@ -259,7 +260,7 @@ class Exchange:
             rotate(self.flat.values, self.signs)
 
     def _largest(self) -> Tensor:
-        """Return the largest magnitude that each layer will be coded with; inf where a rotation could overflow."""
+        """Return the largest magnitude that each layer may be coded with; inf if a rotation could overflow."""
         found = largest_magnitudes(self.whole.values, self.whole.layout.bounds)
         if self.inside is None or self.wire is None:
             return found

@@ -1,11 +1,11 @@
-"""Bits by link: measure the link and the gradients of a few steps, plan each layer's bits, and follow the link.
+"""Choose bits by link: measure the link and the gradients of a few steps, plan each layer's bits, follow the link.
 
-Steps come in periods of `PERIOD`. After the first, in which DDP builds its buckets, `MEASURED` steps note when
-gradients are ready; the last of them also takes their statistics. The step after looks at the link. It plans where
-there is no plan yet, where the link has changed, and where the gradients have, so that the plan in force rounds too
-much. Then the plan is tried beside those of one width for all layers, step by step in turn, and the fastest stays:
-threads and processes that share cores cost what no model knows. Everything that decides is reduced over ranks before,
-and every rank plans by itself: the plans are compared.
+Steps come in periods of `PERIOD`. After the first step, in which DDP builds its buckets, `MEASURED` steps record when
+gradients are ready. The last of them also takes their statistics. The step after that measures the link. It makes a
+plan if there is none yet, if the link has changed, or if gradients have changed so that the plan in force rounds too
+much. Then this plan and plans of one width for all layers are tried in turn, a step each, and the fastest stays: no
+model knows what threads and processes that share cores cost. Every input of these decisions is reduced over ranks.
+Every rank plans by itself, and ranks compare their plans.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ from fxprec.runtime.events import Event
 
 PERIOD, MEASURED = 100, 3
 UNPLANNED = 16
-"""Bits of a layer that has no plan."""
+"""Bits of a layer that no plan names."""
 TRIED = 2.0
-"""A plan is tried where it is predicted to take at most this many times as long as the soonest."""
+"""A plan is tried if it is predicted to take at most this many times as long as the chosen plan."""
 
 
 class ByLink:
-    """The plan of a state with ``bits="by link"``, and what it is made from.
+    """The plan of a state with ``bits="by link"``, and the measurements that it is made from.
 
-    `names` of all parameters; `links` where the user gives them, and none is measured; `weights` by name or pattern.
+    `names` has the names of all parameters, `weights` the weights of their errors by name or pattern. With `links` no
+    link is measured.
     """
 
     def __init__(
@@ -79,9 +80,9 @@ class ByLink:
             self._names[parameter] = name
         self._statistics = Statistics(groups, low_rank, memory, _by_name(weights or {}, list(names.values())))
         self._steps = -1
-        """Steps of this process, in the current period."""
+        """Number of this process's step within the current period."""
         self._clocks: list[list[Clock]] = []
-        """When the gradients of each bucket were ready, of each measured step."""
+        """For each measured step, the moments when the gradients of each bucket were ready."""
         self._trial: Trial | None = None
         self._roll_call = RollCall()
         self.events: list[Event] = []
@@ -91,16 +92,16 @@ class ByLink:
             self.adopt(plan)
 
     def lost(self, error: BaseException) -> BaseException:
-        """Return an error that names the lost rank where torch.distributed's is of a connection, others as they are."""
+        """Return an error that names the lost rank for torch.distributed's RuntimeError, any other error unchanged."""
         return self._roll_call.lost(error) if isinstance(error, RuntimeError) else error
 
     @property
     def is_trying(self) -> bool:
-        """Say whether plans are being tried beside each other."""
+        """Return whether plans are being tried in turn."""
         return self._trial is not None
 
     def name_of(self, parameter: Tensor) -> str:
-        """Return a parameter's name. Raises `ConfigError` for one that the state's model does not have."""
+        """Return a parameter's name. Raises `ConfigError` for a parameter that the state's model does not have."""
         name: str | None = self._names.get(parameter)
         if name is None:
             raise ConfigError(
@@ -110,17 +111,17 @@ class ByLink:
         return name
 
     def parameter_of(self, name: str) -> Tensor:
-        """Return the parameter of a name. Raises `PlanError` where the model has none."""
+        """Return the parameter with a name. Raises `PlanError` if the model has none."""
         found: Tensor | None = next((p for p, own in self._names.items() if own == name), None)
         if found is None:
             raise PlanError(f"saved state is of a layer {name!r:.60} that this model does not have; load one of it")
         return found
 
     def sharded(self, modules: Sequence[Shards], *, gathers: bool) -> None:
-        """Plan for FSDP2 from now on: for its reduce-scatter and, where `gathers`, for its parameters too.
+        """Plan for FSDP2 from now on: its reduce-scatter and, with `gathers`, its all-gather of parameters.
 
-        Raises `ConfigError` for low rank, which FSDP2 does not have, and `PlanError` where a plan in force gathers
-        modules that the model does not have.
+        Raises `ConfigError` for low rank, which FSDP2 cannot use, and `PlanError` if a plan in force gathers modules
+        that the model does not have.
         """
         if self._low_rank:
             raise ConfigError(
@@ -133,25 +134,25 @@ class ByLink:
             self.adopt(self.plan)
 
     def gathered_as(self, index: int, dtype: torch.dtype) -> Coding:
-        """Return how the parameters of the module of that number are gathered."""
+        """Return the coding in which the module of that number gathers parameters that it computes with in `dtype`."""
         return None if self._gathers is None else self._gathers.coding(self.plan, index, dtype)
 
     def resume(self, plan: Mapping[str, Any] | None) -> None:
-        """Go on with a saved plan, or measure anew where none was made yet."""
+        """Continue with a saved plan, or measure anew if none was made yet."""
         self._steps, self._trial, self.plan, self._has_met = -1, None, None, False
         self._rows = {}
         if plan is not None:
             self.adopt(LinkPlan.from_dict(plan))
 
     def sending_of(self, parameter: Tensor) -> Sending:
-        """Return how a layer is sent by the plan."""
+        """Return how the plan sends a layer."""
         row = self._rows.get(self.name_of(parameter))
         if row is None:
             return Sending(self._codings[UNPLANNED])
         return Sending(self._codings[row.bits], row.by_nodes, row.low_rank)
 
     def adopt(self, plan: LinkPlan) -> None:
-        """Send by this plan from now on. Raises `PlanError` where it is not of this model and these ranks."""
+        """Send by this plan from now on. Raises `PlanError` if the plan is not for this model and these ranks."""
         sizes = {name: parameter.numel() for parameter, name in self._names.items()}
         for layer in plan.layers:
             if sizes.get(layer.name) != layer.elements:
@@ -191,10 +192,10 @@ class ByLink:
         views: Sequence[Tensor],
         at: Clock | None = None,
     ) -> None:
-        """Note that a bucket's gradients are whole, before it is sent; a step's first bucket may be where it plans.
+        """Note that a bucket's gradients are complete, before it is sent; at a step's first bucket, plan if due.
 
-        `begins` says that it is the first; `at` is when it was whole, now if left out. Raises `ConfigError` on all
-        ranks where they would not send alike.
+        `begins` marks the first bucket; `at` is the moment when the bucket was complete, now if left out. Raises
+        `ConfigError` on all ranks if they would not send alike.
         """
         device = views[0].device if views else torch.device("cpu")
         if begins:
@@ -219,7 +220,7 @@ class ByLink:
             self._clocks.append([])
 
     def meet(self, step: int) -> None:
-        """Compare step and plan with the other ranks, before the first exchange of a process. Raises `ConfigError`."""
+        """Compare step and plan with the other ranks before a process's first exchange. Raises `ConfigError`."""
         if not self._has_met:
             self._has_met = True
             self._agree(f"step {step}, " + ("no link plan" if self.plan is None else f"link plan {self.plan.digest}"))
@@ -229,7 +230,7 @@ class ByLink:
         agree(text, self._groups.exponents, "ranks would not send alike", way_out)
 
     def _look(self, step: int, device: torch.device) -> None:
-        """Look at the link, and plan where that is due."""
+        """Measure the link, and plan if that is due."""
         layers = self._statistics.layers() if len({len(row) for row in self._clocks}) == 1 else None
         if layers is None:
             self._steps = 0  # a gradient is not finite, or a module had none: measure again in the next steps
@@ -257,7 +258,7 @@ class ByLink:
                 self._follow(step, plan, self.plan)
 
     def _widths(self) -> tuple[Width, ...]:
-        """Return the widths to choose from, each also by nodes where there are some; their costs are measured once."""
+        """Return the widths to choose from, each also by nodes if there are nodes. Costs are measured once."""
         if not self._timed:
             widths = widths_of(self._codings, stochastic=self._stochastic, passes=self._transport.passes)
             timed = probe_widths(widths, communication_device(self._groups.payload), self._groups.payload)
@@ -271,7 +272,7 @@ class ByLink:
         return self._timed
 
     def _try(self, step: int, trial: Trial, device: torch.device) -> None:
-        """Begin the next step of a trial, or end it with the plan of the fastest steps."""
+        """Begin the next step of a trial, or end it: of the plans with the fastest steps, the most exact stays."""
         if (plan := trial.next(Clock(device))) is not None:
             self.adopt(plan)
             return
@@ -298,24 +299,24 @@ class ByLink:
                 self.events.append(Event(step, "relinked", site, said))
 
     def _ready(self) -> tuple[float, ...]:
-        """Return when each bucket is ready after the first: the least of the steps, the latest of all ranks."""
+        """Return the seconds from the first bucket to each bucket: the least of the steps, the largest of the ranks."""
         rows = [[clock.after(row[0]) for clock in row] for row in self._clocks]
         return tuple(largest_of_ranks([min(times) for times in zip(*rows, strict=True)], self._groups.exponents))
 
     def _error(self, problem: Problem) -> float:
-        """Return what the plan in force rounds of the gradients as they are now."""
+        """Return the error that the plan in force would add to the present gradients, to compare with the budget."""
         widths = {(width.bits, width.by_nodes, width.low_rank): width for width in problem.widths}
         rows = {name: (row.bits, row.by_nodes, row.low_rank) for name, row in self._rows.items()}
         return sum(problem.error(r, widths[rows.get(r.name, (UNPLANNED, False, 0))]) for r in problem.layers)
 
 
 def _ways_of(plan: LinkPlan) -> dict[str, str]:
-    """Return how each layer, and the parameters of each FSDP2 module, go by a plan, as words."""
+    """Return as words how a plan sends each layer and gathers the parameters of each FSDP2 module."""
     return plan.ways | {f"parameters of {row.name}": f"{row.bits} bits" for row in plan.gathered}
 
 
 def _by_name(weights: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-    """Return the weight of each parameter that is named. Raises `ConfigError` for a name or pattern of none."""
+    """Return the weight of each parameter that a name or pattern matches. Raises `ConfigError` if one matches none."""
     found: dict[str, float] = {}
     for pattern, weight in weights.items():
         named = [n for n in names if fnmatch.fnmatch(n, pattern) or fnmatch.fnmatch(n, f"{pattern}.*")]

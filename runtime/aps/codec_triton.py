@@ -1,6 +1,6 @@
-"""Triton kernels of the 8-bit codecs: binary search over the borders to encode, look-up to decode.
+"""Run the 8-bit codecs as Triton kernels: binary search over the borders to encode, look-up to decode.
 
-Source: Dettmers 2016, section 3.2. `fxprec.runtime.aps.codecs` defines the codes that the kernels give.
+Source: Dettmers 2016, section 3.2. `fxprec.runtime.aps.codecs` defines the codes that the kernels return.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _encode_kernel(
     inside = at < n
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     magnitude = tl.abs(x)
-    # The number of borders below the magnitude; NaN, which no border is below, counts as beyond all.
+    # Count the borders below the magnitude. NaN compares with no border, and counts as beyond all.
     index = tl.zeros([BLOCK], dtype=tl.int32)
     step = 64
     for _ in tl.static_range(STEPS):

@@ -1,4 +1,4 @@
-"""8-bit codecs given by a table: encode to the true nearest entry, decode by look-up.
+"""Encode and decode 8-bit types that are given by a table: encode to the true nearest entry, decode by look-up.
 
 Source: Dettmers 2016, sections 3.1 and 3.2. A code is one byte: the sign in bit 7, the index into 128 sorted magnitudes
 below it. Ties go to the smaller magnitude.
@@ -26,7 +26,7 @@ SIGN_BIT = 0x80
 class Codec:
     """One 8-bit data type.
 
-    `magnitudes` holds 128 sorted non-negative float32 values; `normalisation` says how a tensor is brought into their
+    `magnitudes` has 128 sorted non-negative float32 values; `normalisation` says how a tensor is brought into their
     range: divided by its largest magnitude, or by a power of ten.
     """
 
@@ -48,7 +48,7 @@ class Codec:
 
 
 def codec(name: str) -> Codec:
-    """Return the codec of that name; raises `FormatError` for an unknown one."""
+    """Return the codec of that name; raises `FormatError` for an unknown name."""
     if name not in TABLES:
         raise FormatError(f"unknown 8-bit codec {name!r}{did_you_mean(name, TABLES)}; known: {', '.join(TABLES)}")
     return _named(name)
@@ -70,9 +70,9 @@ def decode_table(c: Codec, device: torch.device) -> Tensor:
 
 @cache
 def thresholds(c: Codec, device: torch.device) -> Tensor:
-    """Return the 127 float32 borders of neighbours: x <= border is nearer to (or ties with) the lower one.
+    """Return the 127 float32 borders between neighbours: x <= border rounds to the lower neighbour, as ties do.
 
-    The exact midpoint rarely is a float32; rounding it down keeps every comparison with a float32 exact.
+    The exact midpoint rarely is a float32. Rounding it down keeps every comparison with a float32 exact.
     """
     values = torch.tensor(c.magnitudes, dtype=torch.float32, device="cpu").double()
     middle = (values[:-1] + values[1:]) / 2  # exact: at most 25 significant bits apart by a few binades
@@ -84,7 +84,8 @@ def thresholds(c: Codec, device: torch.device) -> Tensor:
 def encode_values(x: Tensor, c: Codec, uniform: Tensor | None = None) -> Tensor:
     """Return codes (uint8, shape of `x`) of values in the table's range; larger ones and NaN become the largest.
 
-    With `uniform` (float32 in [0, 1), shape of `x`), rounding is stochastic: up with the share of the way gone.
+    With `uniform` (float32 in [0, 1), shape of `x`), rounding is stochastic: the probability of rounding up is the
+    value's relative position between its neighbours.
     """
     magnitude = x.detach().to(torch.float32).abs()
     if uniform is None:

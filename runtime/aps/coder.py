@@ -1,4 +1,4 @@
-"""Scale, code and sum one bucket, by the fast kernels where they apply."""
+"""Scale, encode and sum one bucket, by the fast kernels where they apply."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fxprec.runtime.aps.wire import Wire
 
 @dataclass(frozen=True)
 class Coder:
-    """A wire with the rounding of this bucket and step."""
+    """A wire with the rounding of one bucket and step."""
 
     wire: Wire
     generator: torch.Generator | None
-    """None rounds to nearest."""
+    """Generator of stochastic rounding; None rounds to nearest."""
     bounded: bool
-    """True where magnitudes are at most 2^top, as APS scales them."""
+    """Whether magnitudes are at most 2^top, as APS scales them."""
 
     def encode(self, values: Tensor) -> Tensor:
         """Return the bytes of scaled values."""
@@ -33,13 +33,13 @@ class Coder:
         return self.wire.decode(codes, bounded=self.bounded)
 
     def round(self, values: Tensor) -> Tensor:
-        """Return the nearest values of the wire format, overflow by the format's own rule."""
+        """Return values rounded to the wire format, stochastically with a generator; the format's rule on overflow."""
         if self.generator is not None:
             return self.wire.decode(self.wire.encode(values, generator=self.generator))
         return self.values_of(self.codes_of(values))
 
     def codes_of(self, values: Tensor) -> Tensor:
-        """Return the bytes of unscaled values, to nearest, overflow by the format's own rule."""
+        """Return the bytes of unscaled values, rounded to nearest, with the format's own rule on overflow."""
         if not self._fast(values):
             return self.wire.encode(values)
         codes = torch.empty(values.numel(), dtype=torch.uint8, device="cpu")
@@ -47,7 +47,7 @@ class Coder:
         return codes
 
     def values_of(self, codes: Tensor) -> Tensor:
-        """Return the values of bytes, overflow codes among them."""
+        """Return the values of bytes, including overflow codes."""
         if not self._fast(codes):
             return self.wire.decode(codes)
         values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
@@ -55,7 +55,7 @@ class Coder:
         return values
 
     def scale_and_encode(self, values: Tensor, bounds: Bounds, exponents: Tensor) -> Tensor:
-        """Return bytes of values (n,) whose pieces are multiplied by 2^exponent; may scale `values` in place."""
+        """Multiply each piece of values (n,) by 2^exponent and return the bytes; may scale `values` in place."""
         if self.generator is not None or not self._fast(values):
             scale_by_powers(values, bounds, exponents)
             return self.encode(values)
@@ -64,11 +64,11 @@ class Coder:
         for (start, end), exponent in zip(bounds, exponents.tolist(), strict=True):
             kernels.encode(values[start:end], exponent, self.wire.kind, codes[start:end])
             covered = end
-        codes[covered:] = 0  # padding; what it decodes to reaches no gradient
+        codes[covered:] = 0  # padding, whose decoded values reach no gradient
         return codes
 
     def sum(self, rows: Tensor) -> Tensor:
-        """Sum in float32, in order, of coded rows (rows, n * code_bytes)."""
+        """Return the float32 sum, in order, of coded rows (rows, n * code_bytes)."""
         if self._fast(rows):
             return kernels.sum_rows(rows, self._table())
         total = self.decode(rows[0])
@@ -79,7 +79,7 @@ class Coder:
     def decode_scaled(
         self, codes: Tensor, bounds: Bounds, exponents: Tensor, mask: Tensor, divisor: int, out: Tensor | None = None
     ) -> Tensor:
-        """Return values of bytes, each piece times 2^exponent and `mask`, over `divisor`; in `out` (n,) if given."""
+        """Return decoded values, each piece times 2^exponent and `mask`, over `divisor`; in `out` (n,) if given."""
         count = bounds[-1][1] if bounds else 0
         if self._fast(codes) and (out is None or kernels.usable(out)):
             values = torch.empty(count, dtype=torch.float32, device="cpu") if out is None else out
@@ -100,7 +100,7 @@ class Coder:
 
 
 def _scaled_tables(table: Tensor, exponents: Tensor, mask: Tensor, divisor: int) -> Tensor:
-    """Return the 256 values as each piece decodes them (pieces, 256), by the operations used on values."""
+    """Return the table's 256 values as each piece decodes them (pieces, 256), by the same operations as on values."""
     first = exponents.clamp(-MAX_FACTOR_EXPONENT, MAX_FACTOR_EXPONENT)
     scaled = table * (power_of_two(first) * mask)[:, None] * power_of_two(exponents - first)[:, None]
     return scaled / divisor

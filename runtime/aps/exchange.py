@@ -1,8 +1,7 @@
 """Exchange the payload: send codes to their owner, sum them there, send the sum's codes to all ranks.
 
-Definitions: docs/algorithms.md, "Communication in 8 bits". Bytes that a rank sends are those of a ring all-reduce of
-codes, 2 (N - 1) / N of the bucket. All ranks decode the same bytes, so replicas stay bit-identical whatever is rounded
-on the way.
+Definitions: docs/algorithms.md, "Communication in 8 bits". A rank sends as many bytes as in a ring all-reduce of codes,
+2 (N - 1) / N of the bucket. All ranks decode the same bytes, so replicas stay bit-identical whatever is rounded before.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor
 def sum_fp32(rows: Tensor, coder: Coder, lay: Layout, rank: int, lost: Tensor | None = None) -> Tensor:
     """Return this owner's message: all ranks' codes of its chunk, added in float32 in rank order, rounded again.
 
-    The owner scales its pieces of layers by a second power of two and sends those exponents before the codes. What
-    the second rounding takes is written to `lost` (total,), if given, scaled like the codes.
+    The owner scales its pieces of layers by a second power of two and sends those exponents before the codes. The error
+    of the second rounding is written to `lost` (total,), if given, scaled like the codes.
     """
     total = coder.sum(rows)
     owned = lay.owned(rank)
@@ -47,7 +46,7 @@ def sum_fp32(rows: Tensor, coder: Coder, lay: Layout, rank: int, lost: Tensor | 
 
 
 def _second_exponents(total: Tensor, bounds: Bounds, coder: Coder) -> Tensor:
-    """Return t for each piece of the sum; 0 where it is all zero or not finite."""
+    """Return the exponent of the second power of two for each piece; 0 for a piece of zeros or one not finite."""
     wide = largest_magnitudes(total, bounds).double()
     usable = torch.isfinite(wide) & (wide > 0)
     return torch.where(usable, coder.wire.top - ceil_log2(torch.where(usable, wide, 1.0)), 0)
@@ -71,7 +70,7 @@ def sum_in_format(rows: Tensor, coder: Coder, rank: int, kahan: bool) -> Tensor:
 
 
 def exchange_hierarchical(codes: Tensor, coder: Coder, groups: SubGroups, kahan: bool) -> Tensor:
-    """Return codes of the sum: each master adds its members in rank order, masters form a ring and broadcast."""
+    """Return codes of the sum: each master adds its members in rank order, then masters form a ring and broadcast."""
     if groups.masters is None:
         dist.gather(codes, None, dst=groups.master, group=groups.members)
         result = torch.empty_like(codes)
@@ -92,7 +91,7 @@ def _ring(codes: Tensor, coder: Coder, group: dist.ProcessGroup, kahan: bool) ->
 
 
 def accumulate(rows: list[Tensor], coder: Coder, kahan: bool) -> Tensor:
-    """Sum of coded rows in this order, every operation rounded to the wire format; Kahan's keeps what was lost."""
+    """Return the sum of coded rows in order, each operation rounded to the wire format; `kahan` compensates losses."""
     total = coder.values_of(rows[0])
     lost = torch.zeros_like(total)
     for row in rows[1:]:
@@ -114,7 +113,7 @@ def _pad(codes: Tensor, size: int) -> Tensor:
 
 
 def to_owners(codes: Tensor, size: int, num_ranks: int, group: dist.ProcessGroup) -> Tensor:
-    """Send chunks, `size` bytes in all, to their owners; return this rank's as every rank coded it (num_ranks, n)."""
+    """Send chunks, `size` bytes in all, to their owners; return this rank's chunk from every rank (num_ranks, n)."""
     sent = _pad(codes, size)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
@@ -130,7 +129,7 @@ def all_gather(message: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def set_mean(flat: Tensor, total: Tensor, num_ranks: int) -> None:
-    """Write a sum, of another dtype or in the same memory, over the number of its terms."""
+    """Write into `flat` a sum divided by its number of terms; the sum may have another dtype or the same memory."""
     if total.data_ptr() != flat.data_ptr():
         flat.copy_(total)
     flat.div_(num_ranks)

@@ -1,10 +1,10 @@
-"""Per-layer exponents as one int8 vector, and the power-of-two factors they stand for.
+"""Convert per-layer exponents to one int8 vector, and that vector to power-of-two factors.
 
-Definitions: docs/algorithms.md, "Communication in 8 bits". Integer exponents by frexp, never float32 log2. The int8
-rule: E (the exponent of the smallest power of two not below the layer's largest magnitude) is sent as E - 12, clamped
-to -127..126, so E from -115 to 138 is exact. That covers every float32 up to 2^128 on 1024 ranks; a layer below 2^-115
-is scaled as if it reached 2^-115. -128 means that all elements are zero, 127 that one is inf or NaN; MAX lets any
-rank's 127 win.
+Definitions: docs/algorithms.md, "Communication in 8 bits". Exponents are integers from frexp, never from float32 log2.
+E is the exponent of the smallest power of two not below the layer's largest magnitude. It is sent as E - 12, clamped to
+-127..126, so E from -115 to 138 is exact. That covers every float32 up to 2^128 on 1024 ranks. A layer below 2^-115 is
+scaled as if it reached 2^-115. -128 means that all elements are zero, 127 that one is inf or NaN: in an all-reduce with
+MAX, any rank's 127 wins.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fxprec.runtime.aps import kernels
 from fxprec.runtime.aps.kernels import MAX_FACTOR_EXPONENT
 
 BLOCK = 1024
-"""Elements of a piece that one program of the GPU's kernels works on (`segments`, `segments_triton`)."""
+"""Elements per program of the GPU kernels of `segments_triton`."""
 
 ZERO_LAYER = -128
 NON_FINITE_LAYER = 127
@@ -24,7 +24,7 @@ EXPONENT_BIAS = 12
 
 
 def largest_magnitudes(layers: list[Tensor]) -> Tensor:
-    """Return the largest magnitude of each layer, float32 (layers,); 0 for an empty one, NaN where there is a NaN."""
+    """Return the largest magnitude of each layer, float32 (layers,); 0 for an empty layer, NaN for one with a NaN."""
     device = layers[0].device if layers else torch.device("cpu")
     zero = torch.zeros((), dtype=torch.float32, device=device)
     if layers and all(v.dtype == torch.float32 for v in layers) and kernels.usable(*layers):
@@ -63,7 +63,7 @@ def power_of_two(exponents: Tensor) -> Tensor:
 
 
 def mask_factors(codes: Tensor) -> Tensor:
-    """Return each decoded layer's factor beside its scale: 0 for a layer of zeros, NaN for a non-finite one, else 1."""
+    """Return the factor of each decoded layer beside its scale: 0 for zeros, NaN for a non-finite layer, else 1."""
     ones = torch.ones(codes.shape, dtype=torch.float32, device=codes.device)
     ones = torch.where(codes == ZERO_LAYER, 0.0, ones)
     return torch.where(codes == NON_FINITE_LAYER, torch.nan, ones)
@@ -72,7 +72,7 @@ def mask_factors(codes: Tensor) -> Tensor:
 def scale_by_powers(pieces: list[Tensor], exponents: Tensor, mask: Tensor | None = None) -> None:
     """Multiply each piece (float32) in place by 2^exponent, exactly while the results are normal, and by `mask`.
 
-    Exponents beyond 126 in size take two multiplications.
+    Exponents beyond 126 in magnitude take two multiplications.
     """
     if not pieces:
         return

@@ -1,4 +1,4 @@
-"""Lay tensors side by side in one flat tensor, in their own memory where they lie so already."""
+"""Lay tensors side by side in one flat tensor, without a copy if they already lie so."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fxprec.runtime.aps.layout import Layout, layout, sizes_of
 
 
 def write_back(layers: Sequence[Tensor], views: Sequence[Tensor]) -> None:
-    """Copy layers (elements,) into the views that they are of."""
+    """Copy layers (elements,) into their views."""
     for layer, view in zip(layers, views, strict=True):
         view.copy_(layer.view_as(view))
 
 
 class Flat:
-    """Tensors of one dtype side by side, each filled up to whole blocks with zeros; `write` brings values back.
+    """Tensors of one dtype side by side, each padded with zeros to whole blocks; `write` copies values back.
 
-    They become `dtype`; None leaves them theirs.
+    Tensors are converted to `dtype`; None keeps theirs.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""APS under FSDP2: the reduce-scatter of gradients in few bits, through `FSDPModule.set_custom_reduce_scatter`.
+"""Reduce-scatter gradients in few bits under FSDP2, through `FSDPModule.set_custom_reduce_scatter`.
 
-The first half of the fp32 accumulation (docs/algorithms.md, "Communication in 8 bits"): codes go to the shard's owner,
-which adds in float32; the sum is not rounded again. Limits, each with a clear error: accumulate="fp32" and
-scaling="aps" only, SUM and AVG only, no error feedback, and keep_high by whole FSDP2 modules.
+This is the first half of the fp32 accumulation (docs/algorithms.md, "Communication in 8 bits"): codes go to the shard's
+owner, which adds in float32; the sum is not rounded again. Limits, each with a clear error: only accumulate="fp32" and
+scaling="aps", only SUM and AVG, no error feedback, and keep_high by whole FSDP2 modules.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from fxprec.runtime.aps.shards import Shards, filled
 from fxprec.runtime.aps.state import APSState
 from fxprec.runtime.aps.wire import Coding, Wire
 
-BLOCK = 1 << 16  # elements that share an exponent where a shard's layers are not known
+BLOCK = 1 << 16  # elements that share an exponent if a shard's layers are not known
 
 
 class APSReduceScatter(ReduceScatter):
     """Reduce-scatter of codes for one `FSDPModule`; a call is a step of the schedule.
 
-    Each layer of `shards` has its own scale. Where their sizes do not add up (parameters without a gradient), blocks of
-    2^16 elements share one. Raises `ConfigError` for options that a reduce-scatter cannot honour.
+    Each layer of `shards` has its own scale. If the layers' sizes do not add up (parameters without a gradient), blocks
+    of 2^16 elements share a scale. Raises `ConfigError` for options that a reduce-scatter cannot honour.
     """
 
     def __init__(self, state: APSState, shards: Shards) -> None:
@@ -54,10 +54,10 @@ class APSReduceScatter(ReduceScatter):
         self.shards = shards
         self.calls = 0
         self._whole: Clock | None = None
-        """When the gradients that come next were whole: FSDP2 asks for their buffer on the backward pass's stream."""
+        """When the next gradients were complete: FSDP2 allocates their buffer on the backward pass's stream."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a fresh buffer, as FSDP2's default."""
+        """Return a new buffer, as FSDP2's default does."""
         if self.state.by_link is not None:
             self._whole = self._whole or Clock(device)
         return torch.empty(*size, dtype=dtype, device=device)
@@ -89,7 +89,7 @@ class APSReduceScatter(ReduceScatter):
         return None
 
     def _total(self, rows: Tensor, step: int, begins: bool, like: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the sum over ranks of this rank's row of `rows` (world, n); wider than `like`, or as that."""
+        """Return the sum over ranks of this rank's row of `rows` (world, n), in the dtype of `like` or a wider one."""
         coding: Coding = self.state.wire
         if (by_link := self.state.by_link) is not None:
             if len(rows) != self.state.groups.size:
@@ -110,7 +110,7 @@ class APSReduceScatter(ReduceScatter):
         return self._in_layers(rows.float(), step, group, coding)
 
     def _in_blocks(self, rows: Tensor, step: int, group: dist.ProcessGroup, wire: Wire) -> Tensor:
-        """Rotate and send blocks, which have scales of their own."""
+        """Rotate and send blocks with a scale each; return the sum of this rank's row."""
         parts, world, block = self._parts(rows.shape[1]), len(rows), wire.block
         pieces = [filled(piece, block).view(world, -1) for piece in rows.split(parts, 1)]
         flat = torch.cat(pieces, 1)
@@ -123,7 +123,7 @@ class APSReduceScatter(ReduceScatter):
         return torch.cat([span[:size] for span, size in zip(spans, parts, strict=True)])
 
     def _in_layers(self, rows: Tensor, step: int, group: dist.ProcessGroup, wire: Wire) -> Tensor:
-        """Scale each layer by a power of two and send it; `rows` (world, n) is not needed afterwards."""
+        """Scale each layer by a power of two and send it; return this rank's sum. Overwrites `rows` (world, n)."""
         world, length = rows.shape
         parts, flat = self._parts(length), rows.reshape(-1)
         bounds = bounds_of(tuple(parts) * world)
@@ -151,22 +151,22 @@ def _high(rows: Tensor, like: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _sent_plain(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send each row to its owner; return this rank's row as every rank has it (world, n)."""
+    """Send each row to its owner; return this rank's row from every rank (world, n)."""
     received = torch.empty_like(rows)
     dist.all_to_all_single(received, rows, group=group)
     return received
 
 
 def use_aps(model: nn.Module, state: APSState, *, parameters: str | BlockFormat | None = None) -> int:
-    """Give the `FSDPModule`s of a model that `fully_shard` has wrapped the state's reduce-scatter; return how many.
+    """Set the state's reduce-scatter on each `FSDPModule` of a model wrapped by `fully_shard`; return how many.
 
-    `parameters`: a block format in which parameters are gathered, or ``"by link"``, where the state's plan says in
-    which bits; None leaves FSDP2's all-gather as it is. A rank's own shards stay exact. Matrices are rounded, and
-    parameters of less than two dimensions are gathered as they are.
+    `parameters` is a block format in which parameters are gathered, or ``"by link"``: then the state's plan chooses the
+    bits. None keeps FSDP2's all-gather. A rank's own shards stay exact. Matrices are rounded; parameters of less than
+    two dimensions are gathered unchanged.
 
-    Modules whose own parameters are all in the state's `keep_high` stay as they are. Raises `ConfigError` where there
-    is no FSDP2 module, for a `keep_high` that names a part of one, or nothing of this model, and where ranks gather
-    differently; `FormatError` for a format without blocks.
+    Modules whose own parameters are all in the state's `keep_high` stay as they are. Raises `ConfigError` if there is
+    no FSDP2 module, if `keep_high` names only a part of one or nothing of this model, or if ranks gather differently;
+    `FormatError` for a format without blocks.
     """
     owners = {name or "model": m for name, m in model.named_modules() if _is_sharded(m)}
     if not owners:

@@ -1,7 +1,7 @@
-"""FSDP2's all-gather of parameters in few bits, through `FSDPModule.set_custom_all_gather`.
+"""All-gather FSDP2's parameters in few bits, through `FSDPModule.set_custom_all_gather`.
 
-A rank sends its shard's matrices as blocks with a scale each, and the rest as it is, in one message. All ranks decode
-the same bytes, their own among them, so forward and backward see the same weights everywhere. Shards stay exact.
+A rank sends its shard's matrices as blocks with a scale each, and the rest unchanged, in one message. All ranks decode
+the same bytes, including their own, so forward and backward see the same weights everywhere. Shards stay exact.
 Definitions: docs/algorithms.md, "Parameters in few bits".
 """
 
@@ -32,9 +32,10 @@ _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def wire_of_parameters(state: APSState, parameters: str | BlockFormat | None) -> Wire | None:
-    """Return the wire of `use_aps`'s ``parameters=``, None where the plan chooses, or where nothing is coded.
+    """Return the wire of `use_aps`'s ``parameters=``, or None if the plan chooses or nothing is coded.
 
-    Raises `ConfigError` for "by link" without a plan to say it, and `FormatError` for a format without blocks.
+    Raises `ConfigError` for "by link" if the state does not plan by link, and `FormatError` for a format without
+    blocks.
     """
     if parameters is None:
         return None
@@ -52,9 +53,9 @@ def wire_of_parameters(state: APSState, parameters: str | BlockFormat | None) ->
 
 
 class APSAllGather(AllGather):
-    """All-gather of one `FSDPModule`'s parameters in a wire's codes; None lets the state's plan choose.
+    """All-gather of one `FSDPModule`'s parameters in the codes of `wire`; None lets the state's plan choose.
 
-    What the plan says is followed from the next forward pass on, so that a step's passes see the same weights.
+    A new plan is followed from the next forward pass on, so that all passes of a step see the same weights.
     """
 
     def __init__(self, state: APSState, shards: Shards, wire: Wire | None, owner: FSDPModule) -> None:
@@ -68,13 +69,13 @@ class APSAllGather(AllGather):
         self._now: Coding = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a fresh buffer, as FSDP2's default."""
+        """Return a new buffer, as FSDP2's default does."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Write all ranks' shards (n,) into `output_tensor` (world * n,), as they are after coding."""
+        """Write all ranks' shards (n,) into `output_tensor` (world * n,), as they decode."""
         on_device.refuse_capture(input_tensor.device, "use_aps's all-gather runs", NO_CAPTURE)
         pieces = self._pieces(input_tensor)
         dtypes = [piece.dtype for piece in pieces if piece.coded]
@@ -94,9 +95,9 @@ class APSAllGather(AllGather):
         return None
 
     def _pieces(self, shard: Tensor) -> list[Piece]:
-        """Return what lies in a shard, one after another; nothing, with a warning, where it is of other sizes.
+        """Return the pieces of a shard in order; warn and return none if the shard has another size.
 
-        FSDP2 gathers bytes where dtypes differ: of frozen parameters, or by ``param_dtype_override_fn`` (torch 2.15).
+        FSDP2 gathers bytes if dtypes differ: for frozen parameters, or by ``param_dtype_override_fn`` (torch 2.15).
         """
         dtypes = [shard.dtype] * len(self._sizes)
         if shard.dtype == torch.uint8:
@@ -128,7 +129,7 @@ class Piece(NamedTuple):
     """One parameter's shard as it is gathered."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     dtype: torch.dtype
     coded: bool
 
@@ -143,7 +144,7 @@ def _message(shard: Tensor, coding: Wire | torch.dtype, pieces: Sequence[Piece])
 
 
 def _read(messages: Tensor, coding: Wire | torch.dtype, pieces: Sequence[Piece], out: Tensor) -> None:
-    """Write the shards that messages (world, bytes) hold into `out` (world, bytes)."""
+    """Decode messages (world, bytes) and write their shards into `out` (world, bytes)."""
     block = 1 if isinstance(coding, torch.dtype) else coding.block
     spans = [-(-piece.size // piece.dtype.itemsize // block) * block for piece in pieces if piece.coded]
     rest = [piece.size for piece in pieces if not piece.coded]
@@ -160,5 +161,5 @@ def _read(messages: Tensor, coding: Wire | torch.dtype, pieces: Sequence[Piece],
 
 
 def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return bytes as numbers; copied where they do not lie as numbers must."""
+    """Return bytes as numbers of a dtype, copied if they are not aligned for it."""
     return (raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()).view(dtype)

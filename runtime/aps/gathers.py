@@ -1,7 +1,7 @@
-"""In how many bits FSDP2 modules gather their parameters, by the plan of a link.
+"""Choose in how many bits FSDP2 modules gather their parameters over a link.
 
-A module takes the width whose gather ends soonest: encode the shard, send it to all other ranks, decode all shards.
-Nothing is taken to be hidden behind computation.
+A module takes the width whose gather ends soonest: encode the shard, send it to all other ranks, decode all shards. No
+part is assumed to overlap with computation.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fxprec.runtime.aps.shards import Shards
 from fxprec.runtime.aps.wire import BlockWire, Coding, Wire
 
 EIGHT_BITS = "int8/128:bf16"
-"""Format of 8-bit gathers: loses 3.6e-5 of the squared norm of normal weights, mxfp8_e4m3 8.5e-4 in as many bytes."""
+"""Format of 8-bit gathers. It loses 3.6e-5 of normal weights' squared norm, mxfp8_e4m3 8.5e-4 in as many bytes."""
 
 
 class Cost(NamedTuple):
-    """What a width costs: seconds an element."""
+    """The cost of a width, in seconds per element."""
 
     encode: float
     decode: float
@@ -48,14 +48,14 @@ class Gathers:
         self._own_bits = [32] * len(self.modules)
 
     def coding(self, plan: LinkPlan | None, index: int, dtype: torch.dtype) -> Coding:
-        """Return how a module's parameters, which it computes with in `dtype`, are gathered; None is as they are."""
+        """Return the coding in which a module that computes in `dtype` gathers parameters; None is unchanged."""
         self._own_bits[index] = own = 8 * dtype.itemsize
         rows = () if plan is None else plan.gathered
         bits = next((row.bits for row in rows if row.name == self.modules[index].name), own)
         return None if bits >= own else self._codings[bits]
 
     def check(self, plan: LinkPlan) -> None:
-        """Raise `PlanError` where a plan gathers modules that this model does not have."""
+        """Raise `PlanError` if a plan gathers modules that this model does not have."""
         sizes = {module.name: sum(module.sizes) for module in self.modules}
         for row in plan.gathered:
             if sizes.get(row.name) != row.elements or row.bits not in self._codings:
@@ -65,7 +65,7 @@ class Gathers:
                 )
 
     def chosen(self, link: Link, group: dist.ProcessGroup) -> tuple[tuple[GatheredBits, ...], int]:
-        """Return each module's bits, and the bytes that a rank sends to gather all once; every rank gets the same."""
+        """Return each module's bits, and the bytes that a rank sends to gather all once; equal on all ranks."""
         if not self._costs:
             self._costs = {bits: _cost(coding, group) for bits, coding in self._codings.items()}
         rows, sent = [], 0
@@ -91,7 +91,7 @@ class Gathers:
 
 
 def _cost(coding: Coding, group: dist.ProcessGroup) -> Cost:
-    """Return the seconds an element of the slowest rank."""
+    """Return the seconds per element on the slowest rank."""
     if coding is None:
         return Cost(0.0, 0.0)
     x = torch.linspace(-1, 1, ELEMENTS, dtype=torch.float32, device=communication_device(group))

@@ -1,6 +1,6 @@
-"""The process groups an exchange needs, and the check that all ranks want the same one.
+"""Make the process groups that an exchange needs, and check that all ranks have the same options.
 
-Everything here is collective: each rank of the parent group calls it, in the same order.
+Making groups and comparing ranks are collective: each rank of the parent group calls these functions in the same order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxprec.errors import ConfigError
 
 @dataclass(frozen=True)
 class SubGroups:
-    """Process groups of the hierarchical all-reduce: this rank's own, and that of all masters (None on other ranks)."""
+    """Process groups of the hierarchical all-reduce: this rank's, and that of all masters (None on other ranks)."""
 
     members: dist.ProcessGroup
     masters: dist.ProcessGroup | None
@@ -32,10 +32,10 @@ class SubGroups:
 
 @dataclass(frozen=True)
 class Node:
-    """The ranks of one node, each of which owns a chunk, and those of other nodes that own the same one."""
+    """The ranks of one node, each of which owns a chunk, and the ranks of other nodes that own the same chunk."""
 
     rank: int
-    """This rank within the node, and so the number of its chunk."""
+    """Number of this rank within the node, and of its chunk."""
     size: int
     scatter: dist.ProcessGroup
     gather: dist.ProcessGroup
@@ -46,8 +46,9 @@ class Node:
 class Groups:
     """Process groups of one exchange.
 
-    Exponents, payload and results have a group each, so none of a bucket waits for another of the bucket before.
-    `parts` are those of the hierarchical all-reduce, and `node` is that of an exchange by nodes; None without one.
+    Exponents, payload and results have a group each, so a bucket's exponents need not wait for the payload of the
+    bucket before. `parts` are the groups of the hierarchical all-reduce, `node` those of an exchange by nodes; None
+    without.
     """
 
     rank: int
@@ -60,7 +61,7 @@ class Groups:
 
 
 def parent_of(process_group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup:
-    """Return the group, or the default one. Raises `ConfigError` where there is none, naming what needs it."""
+    """Return the group, or the default group. Raises `ConfigError` if there is none; `who` names what needs it."""
     is_set_up = dist.is_available() and dist.is_initialized()
     parent = process_group if process_group is not None else dist.group.WORLD if is_set_up else None
     if parent is None or not is_set_up:
@@ -69,7 +70,7 @@ def parent_of(process_group: dist.ProcessGroup | None, who: str) -> dist.Process
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout a group was made with, None where it does not tell."""
+    """Return the timeout that a group was made with, or None if its backend does not have it."""
     try:
         options = group._get_backend(communication_device(group)).options
     except (AttributeError, RuntimeError):
@@ -79,16 +80,16 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def communication_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device whose tensors this group carries."""
+    """Return the device of the tensors that a group exchanges."""
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def make_groups(parent: dist.ProcessGroup, group_size: int | None, *, by_nodes: bool = False) -> Groups:
-    """Make the groups of an exchange over `parent`, with its timeout; `by_nodes` where `group_size` ranks are a node.
+    """Make the groups of an exchange over `parent`, with its timeout; `by_nodes`: `group_size` ranks are a node.
 
-    Raises `ConfigError` for ranks that are no whole number of nodes.
+    Raises `ConfigError` if the ranks are no whole number of nodes.
     """
     ranks = dist.get_process_group_ranks(parent)
     timeout = timeout_of(parent)
@@ -107,7 +108,7 @@ def make_groups(parent: dist.ProcessGroup, group_size: int | None, *, by_nodes: 
 
 
 def _groups(parts: list[list[int]], timeout: timedelta | None) -> Groups:
-    """Make the groups of one exchange over the part that this rank is in, of disjoint parts."""
+    """Make the groups of one exchange within each of some disjoint parts; return those of this rank's part."""
     rank = dist.get_rank()
     own = next(part for part in parts if rank in part)
     exponents, payload, gather = (_own_group(parts, rank, timeout) for _ in range(3))
@@ -127,9 +128,9 @@ def _node(ranks: list[int], rank: int, size: int, timeout: timedelta | None) -> 
 
 
 def _own_group(parts: list[list[int]], rank: int, timeout: timedelta | None) -> dist.ProcessGroup:
-    """Make the groups of disjoint parts and return the one this rank is in.
+    """Make a group for each of some disjoint parts and return this rank's.
 
-    Each rank is in exactly one part: torch names a group made by its members alone after how many they have.
+    Each rank must be in exactly one part: torch names a group made by its members alone by how many they have made.
     """
     world_wide = sum(map(len, parts)) == dist.get_world_size()
     made = {tuple(part): _new_group(part, timeout, world_wide) for part in parts if world_wide or rank in part}
@@ -137,8 +138,8 @@ def _own_group(parts: list[list[int]], rank: int, timeout: timedelta | None) -> 
 
 
 def _new_group(ranks: Sequence[int], timeout: timedelta | None, world_wide: bool) -> dist.ProcessGroup:
-    """Make a group by all ranks of the world together, or, over a part of the world, by its members alone."""
-    new: Any = dist.new_group  # typed by some versions of torch as that or a number, for who is no member
+    """Make a group: by a call of all ranks of the world or, if the parts do not cover it, of its members alone."""
+    new: Any = dist.new_group  # some versions of torch type it as a group or, for non-members, a number
     made: dist.ProcessGroup = new(list(ranks), timeout=timeout, use_local_synchronization=not world_wide)
     return made
 
@@ -149,7 +150,7 @@ def agree(
     what: str = "APS options differ between ranks",
     way_out: str = "give every rank the same",
 ) -> None:
-    """Raise `ConfigError` on every rank, naming two that differ, unless `text` is the same on all ranks."""
+    """Raise `ConfigError` on every rank, naming two ranks that differ, unless `text` is the same on all ranks."""
     texts = gather_texts(text, group)
     for rank, other in enumerate(texts):
         if other != texts[0]:

@@ -1,9 +1,9 @@
-"""The DDP communication hook, and the order in which its collectives run.
+"""Exchange gradients in a DDP communication hook, and order its collectives.
 
-A bucket's exponents leave at once, on a process group of their own, beside the payload of the buckets before it. The
-stages after that have a thread each, so while one bucket is on the wire the next is encoded and the last decoded; each
+A bucket's exponents are sent at once, on a process group of their own, beside the payload of the buckets before it. The
+later stages have a thread each, so while one bucket is on the wire the next is encoded and the last decoded. Each
 process group still sees its collectives in bucket order on every rank. On a GPU the stages are queued on a stream of
-their own: the backward pass goes on, and waits for them at its end.
+their own: the backward pass continues, and waits for them at its end.
 """
 
 # No postponed annotations here: DistributedDataParallel compares the hook's annotations as types.
@@ -33,7 +33,8 @@ def aps_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Return a future of the bucket's mean gradient; for ``ddp.register_comm_hook(state, aps_hook)``.
 
-    Raises torch.distributed's own error where a rank is lost. With one rank the gradient comes back as it is.
+    Raises torch.distributed's own error if a rank is lost, or `LostRankError` with ``bits="by link"``. With one rank
+    the gradient is returned unchanged.
     """
     buffer = bucket.buffer()
     on_device.refuse_capture(buffer.device, "aps_hook runs", NO_CAPTURE)
@@ -71,7 +72,7 @@ def _exchange(
         exchanges = _started(state, [part for part in parts if not part.sending.low_rank])
         return _queue(state, exchanges, buffer, is_last, waits=len(late) > 0 or waits)
     stream = state.stream(buffer.device)
-    stream.wait_stream(torch.cuda.current_stream(buffer.device))  # the gradients are whole, and what comes after is not
+    stream.wait_stream(torch.cuda.current_stream(buffer.device))  # the stages start once the gradients are complete
     with torch.cuda.stream(stream), torch.no_grad():
         for exchange, name in product(_started(state, _split(state, bucket)), _stages(state)):
             getattr(exchange, name)()
@@ -80,7 +81,7 @@ def _exchange(
 
 
 def _reduce(state: APSState, buffer: Tensor, dtype: torch.dtype, is_last: bool) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of which nothing is coded, in a dtype, with no threads between."""
+    """Average a bucket without codes in a dtype, without threads."""
     total = buffer.to(dtype)
     work = dist.all_reduce(total, group=state.groups.exponents, async_op=True)
     state.step += is_last
@@ -111,7 +112,7 @@ def _split(
 
 
 def _started(state: APSState, parts: "Sequence[Part]") -> list[Exchange | LowRankExchange]:
-    """Return the exchanges of a bucket's parts, whose exponents are under way."""
+    """Start the exchanges of a bucket's parts; return them with their exponents under way."""
     with torch.no_grad():
         exchanges = [LowRankExchange(state, [p]) if p.sending.low_rank else Exchange(state, p) for p in parts]
         for exchange in exchanges:
@@ -120,7 +121,7 @@ def _started(state: APSState, parts: "Sequence[Part]") -> list[Exchange | LowRan
 
 
 def done(buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Return a future that is done; on a GPU, whoever waits for it waits for what the current stream does by now."""
+    """Return a finished future. On a GPU, waiting for it waits for the work queued on the current stream so far."""
     devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
     future.set_result(buffer)
@@ -130,9 +131,9 @@ def done(buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
 def _queue(
     state: APSState, exchanges: list[Exchange | LowRankExchange], buffer: Tensor, is_last: bool, *, waits: bool
 ) -> torch.futures.Future[torch.Tensor]:
-    """Run the stages of the exchanges, each stage on a thread of its own that takes them in order.
+    """Run the stages of the exchanges. Each stage has a thread of its own, which takes the exchanges in order.
 
-    `waits`: the bucket is whole after the exchange of all that go in low rank, which the last one begins.
+    `waits`: the bucket is complete only after the exchange of all low-rank parts, which the last bucket starts.
     """
     late = state.late
     if is_last and late.parts:
@@ -157,7 +158,7 @@ def _queue(
 
 
 def _run_stage(exchange: Exchange | LowRankExchange, name: str, before: "Sequence[Future[None]]") -> None:
-    """Run one stage after the bucket's stage before it, if any; raises what that one raised."""
+    """Run one stage after the exchange's stage before it, if any; raise what that stage raised."""
     for stage in before:
         stage.result()
     with torch.no_grad():
@@ -170,7 +171,7 @@ def _deliver(
     ended: "torch.futures.Future[BaseException | None]",
     finished: "list[Future[None]]",
 ) -> None:
-    """Report how the parts ended. The last one is done, and so are all: their last stage takes them in order."""
+    """Report how the parts ended. All are done when the last is, because their last stage takes them in order."""
     state.step += is_last
     errors = (part.exception() for part in finished)
     error = next((error for error in errors if error is not None), None)
@@ -178,7 +179,7 @@ def _deliver(
 
 
 def _result(buffer: Tensor, ended: "torch.futures.Future[BaseException | None]") -> Tensor:
-    """Return the buffer, or raise the error here: one raised in a callback reaches backward under another text."""
+    """Return the buffer, or raise the error here: an error raised in a callback reaches backward with another text."""
     error = ended.value()
     if error is not None:
         raise error

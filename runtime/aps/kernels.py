@@ -1,7 +1,7 @@
-"""The exchange's loops over CPU memory, compiled once by Inductor's own C++ builder and kept in its disk cache.
+"""Run the exchange's loops over CPU memory in C++, which Inductor's C++ builder compiles once and caches on disk.
 
-Each loop has a plain torch form in `exponents` and `wire`, whose bits it gives. Without a compiler the plain forms run,
-and a warning says so.
+Each loop has a plain torch form with the same bits in `exponents` and `wire`. Without a compiler the plain forms run,
+with a warning.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _SIGNATURES = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled kernels, or None, with a warning, without a compiler."""
+    """Return the compiled kernels; without a compiler, warn and return None."""
     source = with_codec(Path(__file__).with_name("kernels.cpp").read_text(encoding="utf-8"))
     return native.load_or_warn(source, _SIGNATURES, "APS runs op by op, several times slower")
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Say whether the kernels can work on these tensors."""
+    """Return whether the kernels can work on these tensors."""
     plain = all(t.device.type == "cpu" and t.is_contiguous() for t in tensors)
     return plain and library() is not None
 
@@ -66,7 +66,7 @@ def _codes(name: str, t: Tensor, numel: int) -> int:
 
 
 def largest_bits(x: Tensor) -> int:
-    """Return the bits of the largest magnitude of a float32 tensor; above those of inf where there is a NaN."""
+    """Return the bits of the largest magnitude of a float32 tensor, above those of inf if the tensor has a NaN."""
     return _call("aps_largest", _floats("x", x, x.numel()), x.numel())
 
 
@@ -77,7 +77,7 @@ def _factors(exponent: int) -> tuple[float, float]:
 
 
 def encode(x: Tensor, exponent: int, kind: Format | Codec | BlockFormat, out: Tensor) -> None:
-    """Write codes (uint8) of x * 2^exponent, nearest, into `out`.
+    """Write codes (uint8) of x * 2^exponent, rounded to nearest, into `out`.
 
     Raises `FormatError` for a `kind` with codes above 8 bits.
     """
@@ -94,7 +94,7 @@ def encode(x: Tensor, exponent: int, kind: Format | Codec | BlockFormat, out: Te
 
 
 def sum_rows(rows: Tensor, table: Tensor) -> Tensor:
-    """Sum over rows, in order, of the values of codes (rows, n) by a table of 256 float32 values (n,)."""
+    """Return the sum (n,) over rows, in order, of the values of codes (rows, n) in a table of 256 float32 values."""
     native.check_readable("rows", rows, dim=2)
     count, n = rows.shape
     total = torch.empty(n, dtype=torch.float32, device="cpu")
@@ -104,7 +104,7 @@ def sum_rows(rows: Tensor, table: Tensor) -> Tensor:
 
 
 def look_up(codes: Tensor, table: Tensor, out: Tensor) -> None:
-    """Write the values of codes (uint8), by a table of 256 float32 values, into `out`."""
+    """Write the values of codes (uint8) in a table of 256 float32 values into `out`."""
     n = codes.numel()
     _call("aps_look_up", _codes("codes", codes, n), n, _floats("table", table, 256), _floats("out", out, n))
 
@@ -112,7 +112,7 @@ def look_up(codes: Tensor, table: Tensor, out: Tensor) -> None:
 def hadamard(x: Tensor, before: Tensor, after: Tensor) -> None:
     """Multiply each block of a float32 tensor in place by `before`, the Hadamard matrix, and `after`, both (block,).
 
-    Raises `FormatError` where the elements are not whole blocks of a power of two.
+    Raises `FormatError` if the elements are not whole blocks of a power of two of at most 4096.
     """
     n, block = x.numel(), before.numel()
     if n % block or block & (block - 1) or block > _LARGEST_BLOCK:
@@ -123,12 +123,12 @@ def hadamard(x: Tensor, before: Tensor, after: Tensor) -> None:
 
 @cache
 def _cells(c: Codec) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the codes at start and end of each cell of magnitudes with equal upper 15 bits, and the borders."""
+    """Return the codes at the start and at the end of each cell of magnitudes with equal upper 15 bits, and borders."""
     borders = thresholds(c, torch.device("cpu"))
     start = torch.arange(_CELLS, dtype=torch.int32, device="cpu") << 16
     low, high = start.view(torch.float32), (start | 0xFFFF).view(torch.float32)
     below, above = torch.bucketize(low, borders), torch.bucketize(high, borders)
-    # bucketize counts borders below a value: all that differ within a cell must be one border, perhaps repeated.
+    # bucketize counts the borders below a value. A cell may contain only one border, perhaps repeated.
     inside = above > below
     same = borders[below[inside].clamp(max=126)] == borders[(above[inside] - 1).clamp(max=126)]
     assert bool(same.all()), f"two borders of {c.name} lie in one cell"

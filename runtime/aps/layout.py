@@ -1,4 +1,4 @@
-"""Cut a flat bucket of layers into one chunk per rank; the pieces are where layers and chunks meet."""
+"""Cut a flat bucket of layers into one chunk per rank; a piece is the part of one layer within one chunk."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """A bucket of layers of `sizes` elements, shared out over `num_ranks` in equal chunks, the last one padded.
+    """A bucket of layers of `sizes` elements, divided over `num_ranks` in equal chunks, the last one padded.
 
-    Layers begin and chunks are cut at whole blocks of `block` elements: what follows a layer up to there is padding.
+    Layers begin, and chunks are cut, at multiples of `block` elements. The gap after a layer is padding.
     """
 
     sizes: tuple[int, ...]
@@ -77,7 +77,7 @@ class Layout:
 
     @cached_property
     def max_pieces(self) -> int:
-        """Return the most pieces that one rank owns."""
+        """Return the largest number of pieces that a rank owns."""
         return max((len(self.owned(r)) for r in range(self.num_ranks)), default=0)
 
     def owned(self, rank: int) -> tuple[Piece, ...]:
@@ -92,14 +92,14 @@ class Layout:
 
 @lru_cache(maxsize=1024)
 def bounds_of(sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return (start, end) of tensors of those sizes one after another."""
+    """Return (start, end) of tensors of these sizes that lie one after another."""
     ends = list(accumulate(sizes))
     return tuple(zip([0, *ends[:-1]], ends, strict=True)) if ends else ()
 
 
 @lru_cache(maxsize=1024)
 def layout(sizes: tuple[int, ...], num_ranks: int, block: int = 1) -> Layout:
-    """Return the layout of those layer sizes, computed once."""
+    """Return the layout of these layer sizes, computed once."""
     return Layout(sizes, num_ranks, block)
 
 

@@ -1,4 +1,4 @@
-"""The plan of a link: how many bits each layer's gradient is sent in, as plain data and as a file."""
+"""The plan of a link, as plain data and as a file: how many bits each layer's gradient is sent in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BITS = (32, 16, 8, 4)
 
 @dataclass(frozen=True, slots=True)
 class LayerBits:
-    """One layer of a link plan; layers stand in the order in which they are sent."""
+    """One layer of a link plan; layers are in the order in which they are sent."""
 
     name: str
     bucket: int
@@ -30,23 +30,23 @@ class LayerBits:
     bits: int
     """32 (the gradient's own dtype), 16, 8 or 4."""
     exposed: float
-    """Seconds of its transfer after the last gradient is ready."""
+    """Seconds of the layer's transfer after the last gradient is ready."""
     error: float
-    """Squared error that its rounding adds to the mean gradient, weighted, in the unit of the budget."""
+    """Weighted squared error that the layer's rounding adds to the mean gradient, in the unit of the budget."""
     by_nodes: bool = False
-    """Whether it goes in 16 bits or more inside of nodes, and in `bits` between them."""
+    """Whether the layer goes by nodes: in 16 bits or more inside of nodes, and in `bits` between them."""
     low_rank: int = 0
-    """Columns of the two matrices that it is sent as, both in `bits`; 0 sends its elements."""
+    """Columns of the two matrices that the layer is sent as, both in `bits`; 0 sends its elements."""
 
     @property
     def way(self) -> str:
-        """Return its bits, whether it goes by nodes, and its rank, as words."""
+        """Return as words the way the layer is sent: its bits, whether by nodes, and its rank."""
         return f"{f'rank {self.low_rank} in ' * (self.low_rank > 0)}{self.bits} bits{' by nodes' * self.by_nodes}"
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredBits:
-    """One FSDP2 module of a link plan, and how its parameters are gathered."""
+    """One FSDP2 module of a link plan, and the bits in which its parameters are gathered."""
 
     name: str
     elements: int
@@ -56,15 +56,15 @@ class GatheredBits:
 
 @dataclass(frozen=True, slots=True)
 class LinkPlan:
-    """What a step sends over a link, and when it is predicted to end; equal on all ranks."""
+    """The layers that a step sends over a link, their bits, and the predicted end; equal on all ranks."""
 
     ranks: int
     bytes_per_second: float
     """Rate of a rank's link, or of a node's link to the other nodes."""
     latency: float
-    """Seconds of a small exchange there."""
+    """Seconds of a small exchange on that link."""
     budget: float
-    """Bound of `error`: a share of the squared norm of one rank's gradient."""
+    """Bound of `error`, as a share of the squared norm of one rank's gradient."""
     error: float
     ready: tuple[float, ...]
     """Seconds from the first bucket's gradients to each bucket's."""
@@ -76,9 +76,9 @@ class LinkPlan:
     gathered: tuple[GatheredBits, ...] = ()
     """FSDP2 modules whose parameters the plan gathers."""
     bytes_gathered: int = 0
-    """Bytes that a rank sends to gather all of their parameters once."""
+    """Bytes that a rank sends to gather the parameters of those modules once."""
     node: int = 1
-    """Ranks of a node; 1 where all links are alike."""
+    """Ranks of a node; 1 if all links are alike."""
     inside: Link | None = None
     """A rank's link inside of its node."""
     bytes_between: int = 0
@@ -142,7 +142,7 @@ class LinkPlan:
 
 
 def is_link_plan(entry: Entry) -> bool:
-    """Say whether JSON data claims to be a link plan."""
+    """Return whether JSON data claims to be a link plan."""
     return isinstance(entry.value, Mapping) and entry.value.get("kind") == KIND
 
 
@@ -197,11 +197,11 @@ _PLAN: dict[str, Reader] = {
     "bytes_kept": _COUNT,
 }
 _LATER = ("gathered", "bytes_gathered", "node", "inside", "bytes_between", "bytes_kept")
-"""What plans of earlier versions do not have."""
+"""Entries that plans of earlier versions do not have."""
 
 
 def read(entry: Entry) -> LinkPlan:
-    """Return the link plan that JSON data is. Raises `PlanError` naming the entry, the cause and the way out."""
+    """Return the link plan in JSON data. Raises `PlanError` naming the entry, the cause and the way out."""
     found = fields_of(_PLAN, optional=_LATER)(entry)
     plan = LinkPlan(**{k: v for k, v in found.items() if k not in ("kind", "schema")})
     for key, names in (("layers", [r.name for r in plan.layers]), ("gathered", [r.name for r in plan.gathered])):
@@ -220,7 +220,7 @@ def read(entry: Entry) -> LinkPlan:
 
 
 def explained(plan: LinkPlan, layer: str = "") -> Iterator[str]:
-    """Yield lines on a plan: what it sends and what is exposed, then a line a layer, or that of one named layer.
+    """Yield lines about a plan: what it sends and exposes, then one line per layer, or only that of a named layer.
 
     Raises `PlanError` for a name that the plan does not have.
     """
@@ -247,7 +247,7 @@ def explained(plan: LinkPlan, layer: str = "") -> Iterator[str]:
 
 
 def shares(plan: LinkPlan) -> str:
-    """Return which share of a plan's elements goes which way, as words; the most bits first."""
+    """Return as words the share of a plan's elements that is sent in each way; the most bits first, low rank last."""
     counts = Counter[str]()
     for row in sorted(plan.layers, key=lambda row: (row.low_rank, -row.bits, row.by_nodes)):
         counts[row.way] += row.elements

@@ -1,10 +1,10 @@
-"""Choose the bits of each layer's gradient so that the step ends soonest, and rounding stays within a budget.
+"""Choose the bits of each layer's gradient so that the step ends soonest and rounding stays within a budget.
 
-Layers are sent in order of readiness. Each is encoded, transferred and decoded; each of the three stages takes one
-layer at a time, so the step ends with the last decoding. What is transferred while backward still computes costs no
-time, and bits are few only where the transfer would end the step later. Where ranks share nodes, a layer may also go by
-nodes: what it sends inside of its node before and after belongs to the first and the last stage. Definitions:
-docs/algorithms.md, "Bits by link".
+Layers are sent in order of readiness. Each layer is encoded, transferred and decoded. Each of these stages takes one
+layer at a time, so the step ends with the last decoding. A transfer is free while backward still computes, so bits are
+few only if the transfer would end the step later. If ranks share nodes, a layer may also go by nodes: its transfers
+inside of the node, before and after, belong to the first and the last stage. Definitions: docs/algorithms.md, "Bits by
+link".
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from fxprec.runtime.aps.link_plan import LayerBits, LinkPlan
 from fxprec.runtime.aps.link_problem import Layer, Problem, Width
 
 MAX_STATES = 128
-"""Partial choices kept after each layer: 4 widths of 128 layers take half a second."""
+"""Most partial choices that are kept after each layer; 4 widths of 128 layers then take half a second."""
 MAX_ITEMS = 128
-"""Smaller layers of a bucket are chosen for together, until about this many choices are left."""
+"""Smaller layers of a bucket share one choice, until about this many choices are left."""
 CLOSE = 1.01
-"""Plans that end within 1 % of the soonest count as equally soon; the one that rounds least is taken."""
+"""Plans that end within 1 % of the soonest count as equally soon; of these the plan that rounds least is taken."""
 _ROUND_OFF = 1 + 1e-12
 NEGLIGIBLE = 1e-3
-"""Share of the budget below which errors count as equal; the plan that sends less is taken."""
+"""Share of the budget below which errors count as equal; of such plans the one that sends less is taken."""
 Floats = NDArray[np.float64]
 
 
 @dataclass
 class States:
-    """Partial choices, an entry each: when their stages are free, what they have cost, and how they came about."""
+    """Partial choices, one entry each: when their stages are free, what they have cost, and how they were reached."""
 
     encoder: Floats
     link: Floats
@@ -42,13 +42,13 @@ class States:
     """Seconds of encoding, decoding and work on exchanges so far."""
     error: Floats
     used: NDArray[np.int64]
-    """Widths used so far in the current bucket, a bit each: the first part of a width pays the latency."""
+    """Widths used so far in the current bucket, one bit each; the first layers of a width pay the latency."""
     parent: NDArray[np.int64]
     width: NDArray[np.int64]
 
     @classmethod
     def start(cls) -> States:
-        """Return the choice of nothing."""
+        """Return the empty choice."""
         zero, none = np.zeros(1), np.zeros(1, dtype=np.int64)
         return cls(zero, zero, zero, zero, zero, none, none, none)
 
@@ -56,7 +56,7 @@ class States:
         return len(self.error)
 
     def take(self, index: NDArray[np.int64]) -> States:
-        """Return these entries."""
+        """Return the entries at `index`."""
         return States(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
 
     @staticmethod
@@ -66,9 +66,9 @@ class States:
 
 
 def advance(states: States, problem: Problem, items: Sequence[Layer], number: int, begins: bool) -> States:
-    """Return the states after these layers of one bucket are sent in the width of that number.
+    """Return the states after these layers of one bucket are sent in width `number`.
 
-    `begins`: they are the first of their bucket.
+    `begins`: the layers are the first of their bucket.
     """
     width, bucket = problem.widths[number], items[0].bucket
     elements = sum(layer.elements for layer in items)
@@ -95,22 +95,22 @@ def advance(states: States, problem: Problem, items: Sequence[Layer], number: in
 
 
 def end_of(states: States, problem: Problem) -> Floats:
-    """Return when the step of each state ends: with the last decoding, and not before backward does."""
+    """Return when the step of each state ends: with the last decoding, but not before backward ends."""
     return np.maximum(states.decoder, max(problem.ready, default=0.0) + problem.shares_cores * states.busy)
 
 
 def alike(problem: Problem) -> list[LinkPlan]:
-    """Return the plans of one width for all layers that keep the budget."""
+    """Return the plans with one width for all layers that keep the budget."""
     items = _items(problem)
     plans = [_run(problem, items, (n,) * len(items)) for n in range(len(problem.widths))]
     return [plan for plan in plans if plan.error <= problem.budget * _ROUND_OFF]
 
 
 def choose(problem: Problem) -> LinkPlan:
-    """Return the plan of least end within the budget. Raises `BudgetError` where no width keeps it.
+    """Return the plan that ends soonest within the budget. Raises `BudgetError` if no plan keeps the budget.
 
-    A dynamic program over layers: of partial choices that are nowhere better than another none is kept, and of the rest
-    at most `MAX_STATES`. The result is never worse than any one width for all that keeps the budget.
+    A dynamic program over layers drops partial choices that are nowhere better than another, and keeps at most
+    `MAX_STATES` of the rest. The result is never worse than a plan of one width for all that keeps the budget.
     """
     items = _items(problem)
     least_left = np.cumsum([min(_error(problem, i, w) for w in problem.widths) for i in reversed(items)])[::-1]
@@ -140,18 +140,18 @@ def _all_bits(problem: Problem) -> list[int]:
 
 
 def _ranks(problem: Problem, ends: Floats, errors: Floats, soonest: float) -> list[float]:
-    """Return what to take the least of: the error of plans that end about as soon as `soonest`, else infinity."""
+    """Return the numbers to minimise: the error of plans that end about as soon as `soonest`, infinity for others."""
     close = ends <= soonest * CLOSE
     return [float(x) for x in np.where(close, np.maximum(errors, NEGLIGIBLE * problem.budget), np.inf)]
 
 
 def _begins(items: Sequence[Sequence[Layer]], k: int) -> bool:
-    """Say whether an item is the first of its bucket."""
+    """Return whether an item is the first of its bucket."""
     return k == 0 or items[k - 1][0].bucket != items[k][0].bucket
 
 
 def _items(problem: Problem) -> list[list[Layer]]:
-    """Return layers in groups that share a width: neighbours of one bucket, as long as they are small."""
+    """Return groups of layers that get one width: small neighbours in a bucket, or whole buckets if those must."""
     enough = sum(layer.elements for layer in problem.layers) / MAX_ITEMS
     items: list[list[Layer]] = []
     for layer in sorted(problem.layers, key=lambda layer: layer.bucket):
@@ -170,10 +170,10 @@ def _error(problem: Problem, item: Sequence[Layer], width: Width) -> float:
 
 
 def _kept(states: States) -> States:
-    """Return the states that no other equals or beats in all, of too many the soonest of each range of errors."""
+    """Return the states that no other equals or beats in every cost; if too many, the soonest of each error range."""
     names = ("encoder", "busy", "decoder", "link", "error")
     states = states.take(np.lexsort([getattr(states, name) for name in names]))
-    beaten = (states.used[:, None] & states.used) == states.used  # the first has paid for all that the second has
+    beaten = (states.used[:, None] & states.used) == states.used  # the first has paid every latency of the second
     for name in names:
         cost = getattr(states, name)
         beaten &= cost[:, None] <= cost
@@ -186,7 +186,7 @@ def _kept(states: States) -> States:
 
 
 def _way(trail: Sequence[States], last: int) -> tuple[int, ...]:
-    """Return the width of each item on the way to the last state of that number."""
+    """Return the width of each item on the path to the state at index `last` after the last item."""
     found = []
     for states in reversed(trail):
         found.append(int(states.width[last]))
@@ -195,14 +195,14 @@ def _way(trail: Sequence[States], last: int) -> tuple[int, ...]:
 
 
 def _run(problem: Problem, items: Sequence[Sequence[Layer]], numbers: Sequence[int]) -> LinkPlan:
-    """Return the plan that sends each item in the width of that number."""
+    """Return the plan that sends each item in the width with its number."""
     states, layers, sent, leaving, kept = States.start(), [], 0.0, 0.0, 0
     backward = max(problem.ready, default=0.0)
     for k, (item, number) in enumerate(zip(items, numbers, strict=True)):
         width = problem.widths[number]
         states = advance(states, problem, item, number, _begins(items, k))
         late = max(0.0, float(states.link[0]) - backward)
-        for layer in reversed(item):  # the last one ends with the item
+        for layer in reversed(item):  # the last layer ends with the item
             seconds = problem.transfer(layer, width)
             exposed, error = min(late, seconds), problem.error(layer, width)
             way = (width.bits, exposed, error, width.by_nodes, width.low_rank)

@@ -1,6 +1,6 @@
-"""Measure what a plan of a link needs: bytes a second and latency of the process group, and the cost of each width.
+"""Measure what a link plan needs: bytes per second and latency of the process groups, and the cost of each width.
 
-All ranks call these together; every result is the slowest rank's, and so the same on all.
+All ranks call these functions together. Every result is the slowest rank's, so it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from fxprec.runtime.aps.rotation import rotate, rotate_back, signs_of
 from fxprec.runtime.aps.wire import Coding, Wire
 
 FIRST_SECONDS = 0.3
-"""About as long a transfer measures the link at first, three times; the probe takes up to two seconds for each link."""
+"""Approximate length of the transfers that first measure a link, three times; a probe takes up to two seconds."""
 NEXT_SECONDS = 0.05
-"""One this long sees whether the link has changed."""
+"""Approximate length of later transfers, which only show whether the link has changed."""
 LARGEST = 1 << 26  # bytes
 ELEMENTS = 1 << 18
 _ROUNDS = 3
 
 
 def largest_of_ranks(values: list[float], group: dist.ProcessGroup) -> list[float]:
-    """Return the largest of all ranks' values, one by one."""
+    """Return, for each value, the largest over all ranks."""
     found = torch.tensor(values, dtype=torch.float64, device=communication_device(group))
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return [float(x) for x in found.tolist()]
 
 
 def probe_links(groups: Groups, last: Links | None = None) -> Links:
-    """Return the links: by growing transfers at first, by short ones where `last` says about how fast they are.
+    """Measure the links: by growing transfers at first, by short ones if `last` has their approximate speed.
 
     All ranks of a node send at the same time.
     """
@@ -57,7 +57,7 @@ def probe_links(groups: Groups, last: Links | None = None) -> Links:
 
 
 def _probe(group: dist.ProcessGroup, everyone: dist.ProcessGroup, last: Link | None) -> tuple[Link, float]:
-    """Return a rank's link to the others of its group, and how long cores work on a small exchange there."""
+    """Return a rank's link to the others of its group, and the seconds that cores work on a small exchange there."""
     world = dist.get_world_size(group)
 
     def seconds_of(size: int) -> list[float]:
@@ -69,13 +69,13 @@ def _probe(group: dist.ProcessGroup, everyone: dist.ProcessGroup, last: Link | N
     size = 1 << 16 if last is None else min(LARGEST, max(1 << 16, int(last.bytes_per_second * wanted)))
     while seconds_of(size)[0] < wanted / 2 and size < LARGEST and last is None:
         size = min(LARGEST, 2 * size)
-    seconds = min(seconds_of(size)[0] for _ in range(_ROUNDS))  # the first ones wait for TCP's window
+    seconds = min(seconds_of(size)[0] for _ in range(_ROUNDS))  # the first transfers wait for TCP's window
     sent = size // world * (world - 1)
     return Link(sent / max(seconds - latency, seconds / 10), latency), worked * _crowd(everyone)
 
 
 def _crowd(group: dist.ProcessGroup) -> float:
-    """Return how many times as long as a core works on it a rank's work takes, while all ranks work."""
+    """Return the ratio of elapsed to CPU time of a rank's work while all ranks work; at least 1."""
     x = torch.linspace(-1, 1, ELEMENTS, dtype=torch.float32, device="cpu")
     dist.barrier(group)
     start, worked = time.perf_counter(), time.thread_time()
@@ -86,9 +86,9 @@ def _crowd(group: dist.ProcessGroup) -> float:
 
 
 def _exchange_seconds(size: int, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> list[float]:
-    """Return the seconds of an all-to-all of that many bytes in a group, which all ranks begin together.
+    """Return the seconds of an all-to-all of `size` bytes in a group, which all ranks begin together.
 
-    And those that this process works meanwhile, on all its threads.
+    The second number is the CPU time of this process meanwhile, on all its threads.
     """
     world, device = dist.get_world_size(group), communication_device(group)
     sent = torch.zeros(-(-size // world) * world, dtype=torch.uint8, device=device)
@@ -108,7 +108,7 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def probe_widths(widths: dict[Width, Coding], device: torch.device, group: dist.ProcessGroup) -> tuple[Width, ...]:
-    """Return the widths with the seconds that all ranks together take to encode and decode an element."""
+    """Return the widths with the seconds per element to encode and to decode while all ranks work."""
     found = []
     for width, coding in widths.items():
         encode, decode = (0.0, 0.0) if coding is None else _coding_seconds(coding, device, group)
@@ -117,7 +117,7 @@ def probe_widths(widths: dict[Width, Coding], device: torch.device, group: dist.
 
 
 def probe_low_rank(cast: Width, rank: int, memory: Memory, group: dist.ProcessGroup) -> Width:
-    """Return the width in low rank beside `cast`, with the seconds that all ranks together take for an element."""
+    """Return the width in low rank beside `cast`, with its seconds per element while all ranks work."""
     device = communication_device(group)
     matrix = torch.linspace(-1, 1, ELEMENTS, dtype=torch.float32, device=device).view(-1, 1 << 9)
     start = memory.first(matrix.shape[1], rank, device)
@@ -139,7 +139,7 @@ def probe_low_rank(cast: Width, rank: int, memory: Memory, group: dist.ProcessGr
 
 
 def _coding_seconds(coding: Wire | torch.dtype, device: torch.device, group: dist.ProcessGroup) -> tuple[float, float]:
-    """Return the seconds of what one exchange does to `ELEMENTS` gradients before the transfer, and after."""
+    """Return the seconds that an exchange works on `ELEMENTS` gradients before the transfer, and after it."""
     x = torch.linspace(-1, 1, ELEMENTS, dtype=torch.float32, device=device)
     world = dist.get_world_size(group)
     encode, decode = _casts(coding, x, world) if isinstance(coding, torch.dtype) else _coders(coding, x, world)

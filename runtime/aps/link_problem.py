@@ -1,4 +1,4 @@
-"""What a plan of a link is chosen from: layers, widths, links, and what each width costs of each layer.
+"""Define the problem that a link plan solves: layers, widths, links, and the cost of each width for each layer.
 
 Definitions: docs/algorithms.md, "Bits by link".
 """
@@ -11,15 +11,15 @@ from functools import cached_property
 from fxprec.runtime.aps.links import Links
 
 MESSAGE_BYTES = 385
-"""Bytes that one of Gloo's messages adds to its payload on a rank's interface: its header, two notices that sender and
-receiver are ready, acknowledgements, and those of TCP, IP and Ethernet. Measured with 2, 4 and 8 ranks: 370 to 400."""
+"""Bytes that a Gloo message adds to its payload on a rank's interface: its header, two notices that sender and receiver
+are ready, acknowledgements, and the headers of TCP, IP and Ethernet. Measured with 2, 4 and 8 ranks: 370 to 400."""
 IN_RING = 2
-"""Messages that Gloo makes of what a rank sends the next one in each step of a ring."""
+"""Messages that Gloo sends from a rank to the next one in each step of a ring."""
 ALL_REDUCE_SENDS = 2 * IN_RING
 """Messages that a rank sends in an all-reduce for each other rank."""
 STANDING = 19
-"""How much more an error counts that stands still than one that each step draws anew: momentum of 0.9 averages the
-latter's square to 1 / 19. What low rank misses of a gradient is about the same in the next step."""
+"""Factor by which an error that repeats counts more than an error that each step draws anew: momentum of 0.9 averages
+the square of the latter to 1 / 19. Low rank misses about the same part of a gradient in the next step."""
 
 
 @dataclass(frozen=True)
@@ -27,22 +27,22 @@ class Transport:
     """How gradients are averaged."""
 
     passes: int
-    """2: gradients go to owners, and sums back to all ranks. 1: gradients go to owners."""
+    """2: gradients go to owners, and sums go back to all ranks. 1: gradients go to owners."""
     whole_buckets: bool
     """Whether all layers of a bucket have the same bits."""
     overlaps: bool
-    """Whether backward goes on meanwhile, also on a CPU."""
+    """Whether backward continues during an exchange, also on a CPU."""
 
 
 ALL_REDUCE = Transport(passes=2, whole_buckets=False, overlaps=True)
-"""DistributedDataParallel's."""
+"""The transport of DistributedDataParallel."""
 REDUCE_SCATTER = Transport(passes=1, whole_buckets=True, overlaps=False)
-"""FSDP2's: on a CPU it waits for each exchange."""
+"""The transport of FSDP2, which waits for each exchange on a CPU."""
 
 
 @dataclass(frozen=True)
 class Width:
-    """What it costs to send gradients in so many bits, to all ranks alike or by nodes."""
+    """The costs of sending gradients in some number of bits, to all ranks alike or by nodes."""
 
     bits: int
     code_bytes: int
@@ -50,54 +50,55 @@ class Width:
     block: int = 1
     """Elements coded together; a layer is filled up to whole blocks."""
     encode: float = 0.0
-    """Seconds an element to encode."""
+    """Seconds per element to encode."""
     decode: float = 0.0
-    """Seconds an element to add and decode what arrives."""
+    """Seconds per element to add and decode what arrives."""
     messages: int = 3
-    """Exchanges between nodes one after another, each with the link's latency: exponents, codes to owners, codes of
-    the sum."""
+    """Consecutive exchanges between nodes, each with the link's latency: exponents, codes to owners, codes of the
+    sum."""
     sends: int = ALL_REDUCE_SENDS + 1 + IN_RING
-    """Messages that a rank sends to or by way of each other one: an all-reduce's, 1 in an all-to-all, `IN_RING` in an
-    all-gather."""
+    """Messages that a rank sends to or through each other rank: those of an all-reduce, 1 in an all-to-all, `IN_RING`
+    in an all-gather."""
     sends_to_all: int = 0
-    """By nodes: those to all ranks, where `sends` are between nodes."""
+    """By nodes: messages to all ranks, while `sends` are between nodes."""
     error: float = 0.0
     """Share of the squared norm that one rounding loses."""
     in_ring: bool = False
     """Whether every rank of a ring rounds the sum so far; else each rank's gradient and the sum are rounded once."""
     rounds_sums: bool = True
-    """False where gradients alone are rounded."""
+    """Whether sums are rounded too; False: only gradients."""
     floor: float = 0.0
-    """What one rounding loses of an element however small it is (root mean square), as a share of the largest one."""
+    """Root mean square error of rounding an element however small, as a share of the largest element."""
     inside_bytes: int = 0
-    """By nodes: bytes of an element inside of a node. 0 goes to all ranks alike."""
+    """By nodes: bytes per element inside of a node. 0: layers go to all ranks alike."""
     inside_error: float = 0.0
     """Share of the squared norm that one rounding inside of a node loses."""
     low_rank: int = 0
-    """Columns of the two matrices that a layer is sent as, both in this width, or beside which it goes whole; 0 sends
-    elements."""
+    """Columns of the two matrices that a layer is sent as, both in this width. A layer that is no such matrix goes
+    whole beside them. 0 sends elements."""
 
     @property
     def by_nodes(self) -> bool:
-        """Say whether layers go by nodes."""
+        """Return whether layers go by nodes."""
         return self.inside_bytes > 0
 
     @property
     def exchanges(self) -> int:
-        """Return the exchanges of a part; by nodes also those inside, and that of exponents over all ranks."""
+        """Return the number of exchanges of a part; by nodes with those inside, and of exponents over all ranks."""
         return self.messages + 2 * self.by_nodes + (self.sends_to_all > 0)
 
     def roundings(self, ranks: int, passes: int) -> float:
-        """Return what the mean loses, at most, of what one rounding of one rank's gradient does.
+        """Return the mean's squared error, at most, over that of one rounding of one rank's gradient.
 
-        Ranks round independently, so that of their mean is 1 / ranks of one rank's. The sum of k ranks is at most
-        k times as long as one of them. In a ring it is rounded for each k from 2 on, else for the last one if at all.
+        Ranks round independently, so the error of their mean is 1 / ranks of one rank's error. The sum of k ranks is at
+        most k times as long as one gradient. A ring rounds the sum for each k from 2 on; otherwise only the last sum is
+        rounded, if any.
         """
         of_sums = (ranks + 1) * (2 * ranks + 1) / (6 * ranks) if self.in_ring else passes - 1
         return 1 / ranks + of_sums * self.rounds_sums
 
     def numbers_of(self, layer: Layer) -> int:
-        """Return the numbers that are sent of a layer: its elements, or those of both matrices."""
+        """Return how many numbers are sent for a layer: its elements, or those of both matrices."""
         if self.low_rank and layer.columns:
             return self.low_rank * (layer.elements // layer.columns + layer.columns)
         return layer.elements
@@ -107,31 +108,31 @@ class Width:
         return -(-self.numbers_of(layer) // self.block) * self.code_bytes
 
     def bytes_kept(self, layer: Layer) -> int:
-        """Return the bytes that a rank keeps of a layer in low rank: the residual, and one of the two matrices."""
+        """Return the bytes that a rank keeps for a layer in low rank: the residual, and one of the two matrices."""
         return 4 * (layer.elements + self.low_rank * layer.columns) if self.low_rank and layer.columns else 0
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's gradient: where it is sent, and its statistics over ranks."""
+    """A layer's gradient: its bucket, and its statistics over ranks."""
 
     name: str
     bucket: int
     elements: int
     squares: float
-    """Mean over ranks of its squared norm."""
+    """Mean over ranks of the gradient's squared norm."""
     amax: float
     weight: float = 1.0
-    """What a unit of its squared error counts."""
+    """Weight of the layer's squared error."""
     columns: int = 0
-    """Columns of the matrix that it is sent as in low rank; 0 where it goes whole."""
+    """Columns of the matrix that the layer is in low rank; 0 if it goes whole."""
     missed: float = 0.0
-    """Squared error of the mean in low rank, with error feedback; measured, 0 where it goes whole."""
+    """Measured squared error of the mean in low rank with error feedback; 0 if the layer goes whole."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a plan is chosen from. `ready` says when the gradients of each bucket are whole, in order of sending."""
+    """Everything that a plan is chosen from. `ready`: seconds until each bucket's gradients are complete, in order."""
 
     layers: tuple[Layer, ...]
     ready: tuple[float, ...]
@@ -140,14 +141,14 @@ class Problem:
     ranks: int
     budget: float
     shares_cores: float = 0.0
-    """Share of that work that delays the backward pass: 1 where both run on the same busy cores, else 0."""
+    """Share of the work of exchanges that delays the backward pass: 1 if both run on the same busy cores, else 0."""
     transport: Transport = ALL_REDUCE
 
     def traffic(self, width: Width) -> tuple[float, float]:
-        """Return what a rank and what a node send, the node to others, of one byte of codes.
+        """Return the bytes that a rank sends, and that its node sends to other nodes, per byte of codes.
 
-        A node sends one stream of a ring, and all ranks' codes for owners elsewhere. By nodes each of its ranks sends a
-        chunk to the owners in other nodes.
+        In a ring a node sends one stream. Otherwise a node sends all its ranks' codes for owners in other nodes. By
+        nodes each of its ranks sends a chunk to the owners in other nodes.
         """
         passes, node, nodes = self.transport.passes, self.links.node, self.ranks // self.links.node
         if width.by_nodes:
@@ -161,7 +162,7 @@ class Problem:
         return self.traffic(width)[0] * width.bytes_of(layer) + 2 * self._inside(layer.elements, width)
 
     def headers(self, width: Width) -> int:
-        """Return the bytes that a rank sends of a part beside its layers'."""
+        """Return the bytes that a rank sends for a part beside the bytes of its layers."""
         peers = self.ranks - 1
         if not width.by_nodes:
             return width.sends * peers * MESSAGE_BYTES
@@ -173,7 +174,7 @@ class Problem:
 
     @cached_property
     def once(self) -> int:
-        """Return the widths, a bit each, whose layers of all buckets are exchanged together: those in low rank."""
+        """Return, one bit each, the widths whose layers of all buckets are exchanged together: those in low rank."""
         return sum(1 << k for k, width in enumerate(self.widths) if width.low_rank)
 
     @cached_property
@@ -186,23 +187,23 @@ class Problem:
         lost = width.error * layer.squares + layer.elements * (width.floor * layer.amax) ** 2
         senders = self.ranks // self.links.node if width.by_nodes else self.ranks
         lost *= width.roundings(senders, self.transport.passes)
-        if width.by_nodes:  # of each rank's gradient, and of the mean
+        if width.by_nodes:  # each rank's gradient and the mean are rounded inside of the node
             lost += width.inside_error * layer.squares * (1 / self.ranks + 1)
         if width.low_rank:
             lost += STANDING * layer.missed
         return layer.weight * lost / self.norm
 
     def transfer(self, layer: Layer, width: Width) -> float:
-        """Return the seconds of the layer's bytes between nodes, or on a rank's own link where that takes longer."""
+        """Return the seconds of the layer's bytes between nodes, or on a rank's own link if that takes longer."""
         (own, leaving), size, links = self.traffic(width), width.bytes_of(layer), self.links
         seconds = leaving * size / links.between.bytes_per_second
         return seconds if links.inside is None else max(seconds, own * size / links.inside.bytes_per_second)
 
     def inside(self, elements: int, width: Width) -> float:
-        """Return the seconds of these elements inside of the node, before they go to other nodes, and again after."""
+        """Return the seconds of these elements inside of the node, once before they leave it and once after."""
         rate = self.links.inside
         return 0.0 if rate is None else self._inside(elements, width) / rate.bytes_per_second
 
     def latency_inside(self, width: Width) -> float:
-        """Return the latency that a part pays inside of the node, before and again after."""
+        """Return the latency that a part pays inside of the node, once before and once after."""
         return self.links.inside.latency if width.by_nodes and self.links.inside is not None else 0.0

@@ -1,4 +1,4 @@
-"""Take the statistics of one step's gradients that a plan of a link is chosen from, and reduce them over ranks."""
+"""Take the statistics of one step's gradients from which a link plan is chosen, and reduce them over ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fxprec.runtime.aps.low_rank import Memory, columns_of, errors_of
 
 @dataclass
 class Seen:
-    """A layer as this rank saw it."""
+    """The statistics of a layer on this rank."""
 
     bucket: int
     elements: int
     squares: Tensor
-    """float64 (): squared norm; not finite where an element is not."""
+    """float64 (): squared norm; not finite if an element is not."""
     amax: Tensor
     columns: int
     missed: float = 0.0
@@ -30,7 +30,7 @@ class Seen:
 
 
 class Statistics:
-    """Statistics of one step; `weights` are what a layer's error counts, by its name."""
+    """Statistics of one step; `weights` are the weights of layers' errors, by name."""
 
     def __init__(self, groups: Groups, low_rank: int, memory: Memory, weights: Mapping[str, float]) -> None:
         self._groups = groups
@@ -40,12 +40,12 @@ class Statistics:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the step."""
+        """Drop the statistics of the step."""
         self._seen: dict[str, Seen] = {}
         self._products = 0
 
     def note(self, bucket: int, layers: Mapping[str, tuple[Tensor, Tensor]], rows: Mapping[str, LayerBits]) -> None:
-        """Look at a bucket's layers, by name a parameter and its gradient, of which `rows` says how they are sent."""
+        """Take the statistics of a bucket's layers, (parameter, gradient) by name; `rows` says how they are sent."""
         for name, (parameter, view) in layers.items():
             values = view.detach()
             squares = torch.linalg.vector_norm(values, dtype=torch.float64) ** 2
@@ -62,9 +62,9 @@ class Statistics:
                     self._seen[name].missed = missed
 
     def layers(self) -> tuple[Layer, ...] | None:
-        """Return the layers with their statistics over all ranks, None where one is not finite.
+        """Return the layers with their statistics over all ranks, or None if one is not finite.
 
-        Raises `ConfigError` on all ranks where they multiply matrices to different bits.
+        Raises `ConfigError` on all ranks if their matrix products differ in bits.
         """
         group = self._groups.exponents
         if any(seen.columns for seen in self._seen.values()):

@@ -1,4 +1,4 @@
-"""Try plans of a link beside each other, a step each in turn, and measure how long their steps take."""
+"""Try plans of a link in turn, a step each, and measure how long their steps take."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from fxprec.runtime.aps.link_plan import LinkPlan
 
 TRIALS = 7
-"""Steps of each plan that is tried; the first makes its buffers and does not count."""
+"""Steps of each plan that is tried; the first step allocates its buffers and does not count."""
 CLOSEST, AGAIN = 1.1, 4
-"""Plans whose steps take at most 1.1 times as long as the fastest's are tried once more, with 4 times as many steps."""
+"""Plans whose steps take at most 1.1 times as long as the fastest are tried once more, with 4 times as many steps."""
 
 
 class Trial:
-    """Plans in turn, a step each, and how long their steps take from the first bucket to that of the next step."""
+    """Plans in turn, a step each, and the time of their steps from the first bucket to that of the next step."""
 
     def __init__(self, plans: Sequence[LinkPlan], old: LinkPlan | None, *, is_last: bool = False) -> None:
         self.plans = plans
@@ -29,13 +29,13 @@ class Trial:
         self._clocks: list[Clock] = []
 
     def next(self, now: Clock) -> LinkPlan | None:
-        """Return the plan of the step that begins now, None where all have been tried."""
+        """Return the plan of the step that begins now, or None if all steps have been tried."""
         self._clocks.append(now)
         done = len(self._clocks) - 1
         return None if done == self._rounds * len(self.plans) else self.plans[done % len(self.plans)]
 
     def seconds(self) -> list[float]:
-        """Return the mean of each plan's faster half of steps: the slower ones have waited for something else."""
+        """Return the mean of each plan's faster half of steps, because slower steps waited for something else."""
         steps = [after.after(before) for before, after in pairwise(self._clocks)]
         count = len(self.plans)
         return [fmean(sorted(steps[k::count][1:])[: self._rounds // 2]) for k in range(count)]

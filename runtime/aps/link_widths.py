@@ -1,4 +1,4 @@
-"""What the bytes and the rounding of each width cost that a plan of a link chooses from."""
+"""Compute the bytes and the rounding errors of the widths from which a link plan chooses."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fxprec.runtime.aps.wire import INSIDE, Coding
 
 FOUR_BITS = "1-2-1/256:e8m0"
 _LOST = {False: 0.0447, True: 0.0895}
-"""What rounding to no mantissa bits would lose of the squared norm of normal values, to nearest and stochastic."""
+"""Share of normal values' squared norm that rounding to no mantissa bits would lose; the key says if stochastically."""
 _LOST_IN_FOUR_BITS = {False: 0.0128, True: 0.036}
-"""What rotated values lose in `FOUR_BITS`."""
+"""Share of rotated values' squared norm that rounding to `FOUR_BITS` loses; keys as in `_LOST`."""
 
 
 def widths_of(codings: Mapping[int, Coding], *, stochastic: bool, passes: int = 2) -> dict[Width, Coding]:
-    """Return what the bytes and the rounding of each width cost; their seconds are measured later.
+    """Return each width with its bytes and rounding errors, and its coding; seconds are measured later.
 
-    `passes` as in `Transport`. Exponents are one exchange more, in a ring, where layers have a scale.
+    `passes` as in `Transport`. If layers have a scale, exponents take one exchange more, in a ring.
 
-    A number of m mantissa bits loses 4^-m of what one of none would; below the smallest normal number a rounding loses
-    a 12th of the subnormals' unit squared.
+    A number with m mantissa bits loses 4^-m of what a number with none loses. Below the smallest normal number a
+    rounding loses a 12th of the subnormals' unit squared.
     """
     found: dict[Width, Coding] = {}
     codes = 1 + IN_RING * (passes - 1)
@@ -46,7 +46,7 @@ def widths_of(codings: Mapping[int, Coding], *, stochastic: bool, passes: int = 
                 floor=unit * ((1 + stochastic) / 12) ** 0.5,
             )
         else:
-            # DDP's hook also exchanges exponents, for layers of zeros and those that are not finite
+            # DDP's hook also exchanges exponents, which mark layers of zeros and layers that are not finite
             messages, sends = (3, ALL_REDUCE_SENDS + codes) if passes == 2 else (1, codes)
             lost = _LOST_IN_FOUR_BITS[stochastic]
             width = Width(bits, wire.code_bytes, wire.block, messages=messages, sends=sends, error=lost)
@@ -55,10 +55,10 @@ def widths_of(codings: Mapping[int, Coding], *, stochastic: bool, passes: int = 
 
 
 def by_nodes(width: Width, cast: Width, node: int, nodes: int) -> Width:
-    """Return a width by nodes of `node` ranks: what it costs between nodes is of a chunk; `cast` is bf16's width.
+    """Return a width by nodes of `node` ranks, which exchange chunks between nodes; `cast` is the width of bf16.
 
-    Exponents are exchanged over all ranks, while layers are sent inside of the nodes. Two nodes send each other codes
-    once, which each adds.
+    Exponents are exchanged over all ranks while layers are sent inside of the nodes. Two nodes send each other their
+    codes once, and each adds them.
     """
     coded, direct = not width.in_ring, not width.in_ring and nodes == 2
     inside, lost = (INSIDE.itemsize, cast.error) if coded else (width.code_bytes, width.error)
@@ -76,6 +76,6 @@ def by_nodes(width: Width, cast: Width, node: int, nodes: int) -> Width:
 
 
 def in_low_rank(cast: Width, rank: int, encode: float, decode: float) -> Width:
-    """Return a width in low rank, whose two matrices are sent in turn as `cast` sends a layer."""
+    """Return a width in low rank, which sends two matrices one after the other, each as `cast` sends a layer."""
     twice = replace(cast, messages=2 * cast.messages, sends=2 * cast.sends)
     return replace(twice, low_rank=rank, encode=encode, decode=decode)

@@ -1,4 +1,4 @@
-"""The two kinds of link between ranks: inside of a node, and between nodes."""
+"""Describe the two kinds of link between ranks: inside of a node, and between nodes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from fxprec.errors import ConfigError
 from fxprec.runtime.aps.predict import Link, parse_rate, parse_seconds
 
 CHANGED = 1.25
-"""A rate that differs by this factor is another link."""
+"""A rate that differs by this factor counts as another link."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """How fast ranks reach each other. Without nodes each rank is one."""
+    """How fast ranks reach each other. Without nodes each rank is a node."""
 
     between: Link
-    """One node's way to the others, which its ranks share."""
+    """One node's link to the other nodes, which its ranks share."""
     inside: Link | None = None
-    """One rank's way to those of its node."""
+    """One rank's link to the other ranks of its node."""
     node: int = 1
     """Ranks of a node."""
     exchange: float = 0.0
     """Seconds that cores work on an exchange of few bytes."""
 
     def differ(self, last: Links) -> bool:
-        """Say whether a rate has changed since `last`."""
+        """Return whether a rate has changed since `last`."""
         pairs = [(self.between, last.between)]
         if self.inside is not None and last.inside is not None:
             pairs.append((self.inside, last.inside))

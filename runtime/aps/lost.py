@@ -1,9 +1,9 @@
 """Name the rank that is lost when an exchange ends in an error.
 
-torch.distributed's own error says that a connection closed or timed out, not whose. So each rank has a thread that
-looks into the job's store. Where one rank has failed, all that still run answer, also those that wait inside of a
-collective. A rank that does not answer is lost; if all do, one that reports no error of its own has stalled. The first
-rank that knows tells all others: by nodes one may wait for a rank that has failed, and fail long after.
+torch.distributed's own error says that a connection closed or timed out, but not whose. So each rank has a thread that
+watches the job's store. When one rank has failed, all ranks that still run answer, even those that wait inside of a
+collective. A rank that does not answer is lost. If all answer, a rank that reports no error of its own has stalled. The
+first rank that knows reports the result to all others: by nodes a rank may wait for a failed rank, and fail long after.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ class RollCall:
         self._prefix = f"fxprec/aps/{next(_numbers)}"
         self._stopped = threading.Event()
         self._said: list[int] | None = None
-        """Ranks that another rank has found lost."""
+        """Ranks that another rank has reported as lost."""
         if self._store is not None:
             self._thread = threading.Thread(target=self._watch, name="fxprec-aps-roll-call", daemon=True)
             self._thread.start()
             atexit.register(self.stop)
 
     def stop(self) -> None:
-        """End the thread, before the interpreter ends under it."""
+        """End the thread before the interpreter ends."""
         self._stopped.set()
         self._thread.join(2 * EVERY)
 
     def lost(self, error: BaseException) -> LostRankError:
-        """Return an error that names the ranks without which this rank's exchange failed, within 3 * `GRACE`."""
+        """Return an error that names the ranks whose loss made this rank's exchange fail, within 3 * `GRACE`."""
         said = str(error).partition("\n")[0][:200]
         way_out = f"restart the job from a checkpoint ({said})"
         try:
             absent = self._absent()
-        except Exception as cause:  # of several types, by how the store's connection ended
+        except Exception as cause:  # its type depends on how the store's connection ended
             if self._said is None:
                 return LostRankError(
                     f"exchange of gradients failed: rank 0 is lost, or rank {self._rank} is cut off from it: its store "
                     f"cannot be reached ({cause!s:.80}); {way_out}"
                 )
-            absent = self._said  # and rank 0 has ended since
+            absent = self._said  # rank 0, which has the store, has ended since
         who = f"rank {', '.join(map(str, absent))} does not answer" if absent else "all ranks answer, so a link is lost"
         return LostRankError(f"exchange of gradients failed: {who}; {way_out}")
 
     def _absent(self) -> list[int]:
-        """Return the ranks that do not answer or, where all do, those that report no error of their own."""
+        """Return the ranks that do not answer or, if all do, those that report no error of their own."""
         if self._said is not None:
             return self._said
         for what in ("failed", "here"):
@@ -69,12 +69,12 @@ class RollCall:
         absent = self._without("here", range(self._world)) or self._without("failed", range(self._world))
         self._store.set(f"{self._prefix}/lost", ",".join(map(str, absent)))
         self._store.set(self._key("told", self._rank), "1")
-        if self._rank == 0:  # the store ends with it
+        if self._rank == 0:  # the store ends with rank 0
             self._without("told", [r for r in range(self._world) if r not in absent])
         return absent
 
     def _without(self, what: str, ranks: Iterable[int]) -> list[int]:
-        """Return those of the ranks whose key is not there within `GRACE`."""
+        """Return the ranks whose key does not appear within `GRACE`."""
         until = time.monotonic() + GRACE
         while absent := [r for r in ranks if not self._store.check([self._key(what, r)])]:
             if time.monotonic() > until:
@@ -95,5 +95,5 @@ class RollCall:
                     self._said = [int(rank) for rank in said.split(",") if rank]
                     self._store.set(self._key("told", self._rank), "1")
                     return
-        except Exception:  # the store is gone with its rank, or with the process group: nobody asks any more
+        except Exception:  # the store has ended with its rank or with the process group, so nothing is left to watch
             return

@@ -1,8 +1,8 @@
 """Send a matrix as the product of two narrow ones, with error feedback: PowerSGD (Vogels, Karimireddy, Jaggi 2019).
 
 A rank's matrix M (n, m) is its gradient plus its residual. The Q (m, r) of the last step is made orthonormal. Ranks add
-M Q to P (n, r), and make P orthonormal. They average M^T P, which is the next Q. The mean is P Q^T, and what it misses
-of M is the rank's next residual. Definitions: docs/algorithms.md, "Bits by link".
+up M Q to P (n, r), and make P orthonormal. They average M^T P, which is the next Q. The mean gradient is P Q^T, and
+M - P Q^T is the rank's next residual. Definitions: docs/algorithms.md, "Bits by link".
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from fxprec.runtime.aps.bucket import Part
 
 LEAST_GAIN = 2
-"""A matrix goes in low rank where that sends less than a half of its numbers; torch's hook has the same default."""
+"""A matrix goes in low rank if that sends less than half of its numbers; torch's hook has the same default."""
 PASSES = 3
-"""Steps of a gradient that stands still after which its error is measured, from a Q that knows nothing of it."""
+"""Passes over one gradient, starting from a random Q, after which its error is measured."""
 SKETCH = 1024
-"""Sums that an error's squared norm is estimated from: a standard deviation of 4 %."""
+"""Number of sums from which an error's squared norm is estimated, with a standard deviation of 4 %."""
 
 
 def columns_of(parameter: Tensor, rank: int) -> int:
-    """Return the columns of the matrix that a layer is sent as in low rank, 0 where it goes whole.
+    """Return the columns of the matrix that a layer is sent as in low rank, or 0 if the layer goes whole.
 
-    A layer of more than two dimensions is a matrix of its first one, as in PowerSGD.
+    The first dimension of a layer of more than two dimensions has the rows of the matrix, as in PowerSGD.
     """
     if parameter.dim() < 2 or not rank or not parameter.numel():
         return 0
@@ -42,32 +42,32 @@ def columns_of(parameter: Tensor, rank: int) -> int:
 
 @lru_cache(maxsize=64)
 def first_factor(seed: int, columns: int, rank: int, device: torch.device) -> Tensor:
-    """Return the random Q (columns, rank) that matrices begin with, equal on all ranks."""
+    """Return the random Q (columns, rank) with which matrices begin, equal on all ranks."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(columns, rank, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
 
 class Memory:
-    """What a rank keeps of layers from step to step. `seed` is that of the Q which layers begin with."""
+    """State of layers that a rank keeps from step to step. `seed` decides the Q with which layers begin."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self.residuals = WeakTensorKeyDictionary()
-        """What is still owed of each parameter's gradients (elements,)."""
+        """Residual of each parameter's gradients (elements,): what was not sent yet."""
         self.factors = WeakTensorKeyDictionary()
-        """Q (m, r) of the last step that a parameter went in low rank, equal on all ranks."""
+        """Q (m, r) of the last step in which a parameter went in low rank, equal on all ranks."""
 
     def first(self, columns: int, rank: int, device: torch.device) -> Tensor:
-        """Return the Q (columns, rank) that a layer begins with."""
+        """Return the Q (columns, rank) with which a layer begins."""
         return first_factor(self._seed, columns, rank, device)
 
     def start(self, parameter: Tensor, columns: int, rank: int) -> Tensor:
-        """Return the Q (columns, rank) of the last step, or that which a layer begins with."""
+        """Return the Q (columns, rank) of the last step, or else the one with which a layer begins."""
         found: Tensor | None = self.factors.get(parameter)
         return self.first(columns, rank, parameter.device) if found is None or found.shape[1] != rank else found
 
     def keep_factors(self, parameters: Iterable[Tensor]) -> None:
-        """Forget the Q of all other parameters."""
+        """Keep the Q of these parameters only."""
         kept = WeakTensorKeyDictionary()
         for parameter in parameters:
             if parameter in self.factors:
@@ -75,7 +75,7 @@ class Memory:
         self.factors = kept
 
     def owe(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Add a gradient (n, m) to what is owed of its layer; return M, which lies in the residual's memory."""
+        """Add a gradient (n, m) to its layer's residual; return M, a view of the residual's memory."""
         found: Tensor | None = self.residuals.get(parameter)
         if found is None:
             wide = torch.promote_types(gradient.dtype, torch.float32)
@@ -86,15 +86,15 @@ class Memory:
 
 
 class Late:
-    """Parts of a step's buckets that wait for the last one: all of them take two collectives, and few bytes."""
+    """Parts of a step's buckets that wait for the last bucket; together they take two collectives of few bytes."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self.done: Future[None] = Future()
-        """Ends with their exchange."""
+        """Ends with the exchange of the parts."""
 
     def end(self, exchanged: Future[None]) -> None:
-        """Pass on how the exchange has ended."""
+        """End `done` with the exchange's result or error."""
         if (error := exchanged.exception()) is not None:
             self.done.set_exception(error)
         else:
@@ -102,7 +102,7 @@ class Late:
 
 
 class Factors:
-    """Matrices of float32 or wider on their way to P Q^T; `starts` are their Q of the step before."""
+    """Matrices of float32 or wider that are factored to P Q^T; `starts` are their Q of the step before."""
 
     def __init__(self, matrices: Sequence[Tensor], starts: Sequence[Tensor]) -> None:
         self.matrices = matrices
@@ -118,13 +118,13 @@ class Factors:
         """Return M^T P (m, r) of each matrix, to be averaged over ranks, from the sums of `rows`."""
         self._finite = [p.isfinite().all() for p in sums]
         self._rows = [_orthonormal(p.to(m).nan_to_num()) for p, m in zip(sums, self.matrices, strict=True)]
-        # MKL reads a matrix by rows here and takes a fifth of the time of m.T @ p
+        # Here MKL reads m by rows, which takes a fifth of the time of m.T @ p
         return [(p.T @ m).T for p, m in zip(self._rows, self.matrices, strict=True)]
 
     def pairs(self, means: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return P (n, r) and Q (m, r) of each matrix, from the means of `columns`, and whether they are finite ().
 
-        P Q^T has no element that is larger than a column of Q is long. Where a rank's matrix is not finite, Q is NaN.
+        P is orthonormal, so no element of P Q^T exceeds the norm of Q. If a rank's matrix is not finite, Q is NaN.
         """
         found = []
         for p, q, finite in zip(self._rows, means, self._finite, strict=True):
@@ -140,17 +140,17 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 
 def usable(factor: Tensor, first: Tensor) -> Tensor:
-    """Return Q to go on with: begun anew where it is not finite, and in columns of zeros, which could stay."""
+    """Return the Q to continue with: `first` if it is not finite, and in columns of zeros, which would stay zero."""
     return torch.where(factor.isfinite().all() & (factor != 0).any(0), factor, first.to(factor))
 
 
 def joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the numbers of all tensors, flat."""
+    """Return all tensors flat and joined."""
     return torch.cat([x.reshape(-1).to(dtype) for x in tensors])
 
 
 def parted(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Return tensors of these shapes, which lie in `flat` one after another."""
+    """Return the tensors of these shapes that lie one after another in `flat`."""
     parts = flat.split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -158,12 +158,12 @@ def parted(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 def errors_of(
     layers: Sequence[tuple[Tensor, Tensor]], rank: int, memory: Memory, group: dist.ProcessGroup, *, in_force: bool
 ) -> tuple[Tensor, int]:
-    """Return the squared error (float64, one a layer) of the mean gradient that ranks would make of P Q^T.
+    """Return the squared error (float64, one per layer) of P Q^T against the mean gradient, and a sum of bits.
 
-    And a sum of the bits of P Q^T, equal on ranks whose products are. `layers` are parameters with this rank's
-    gradients. Those that go in low rank, `in_force`, go once more with their residuals. Others go `PASSES` times from
-    none, so that Q knows the gradient. No rank has the mean gradient: the squared norm is that of a random sketch of
-    each rank's error, which ranks can average.
+    The sum of the bits of P Q^T is equal on ranks whose products are equal. `layers` are parameters with this rank's
+    gradients. Layers that now go in low rank (`in_force`) take one pass with their residuals. Others take `PASSES`
+    passes from no residual, so that Q adapts to the gradient. No rank has the mean gradient, so the squared norm is
+    estimated from a random sketch of each rank's error, which ranks can average.
     """
     size = dist.get_world_size(group)
     gradients = [g.reshape(p.shape[0], -1).float() for p, g in layers]
@@ -191,7 +191,7 @@ def _reduced(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _sketch(x: Tensor) -> Tensor:
-    """Return sums of elements with random signs (float64, `SKETCH`): linear, its squared norm is x's on average."""
+    """Return sums of elements with random signs, float64 (`SKETCH`,): linear in x, with x's squared norm on average."""
     generator = torch.Generator("cpu").manual_seed(x.numel())
     place = torch.randint(2 * SKETCH, (x.numel(),), generator=generator, device="cpu").to(x.device)
     sums = x.new_zeros(2 * SKETCH, dtype=torch.float64).index_add_(0, place, x.reshape(-1).double())

@@ -14,9 +14,9 @@ from fxprec.runtime.aps.state import APSState
 
 
 class LowRankExchange:
-    """The mean over ranks of parts of buckets that go in low rank; layers that are no such matrices go beside P.
+    """The mean over ranks of parts of buckets in low rank; layers that are no such matrices go whole beside P.
 
-    Stages as in `Exchange`. There are two all-reduces: of P, and of Q.
+    It has the stages of `Exchange`. There are two all-reduces: of P, and of Q.
     """
 
     def __init__(self, state: APSState, parts: Sequence[Part]) -> None:
@@ -29,7 +29,7 @@ class LowRankExchange:
         self.plain = [(p, view) for p, view in rows if not columns_of(p, self.rank)]
         self.layers = [(p, view) for p, view in rows if columns_of(p, self.rank)]
         self.matrices = [view.reshape(p.shape[0], -1) for p, view in self.layers]
-        """Gradients (n, m), in the memory of `layers` where their strides allow it."""
+        """Gradients (n, m), in the memory of `layers` if strides allow it."""
 
     def start(self) -> None:
         """Do nothing: no exponents are exchanged."""
@@ -37,7 +37,7 @@ class LowRankExchange:
     add = share = start
 
     def prepare(self) -> None:
-        """Add what is owed, and multiply by the last step's Q."""
+        """Add residuals, and multiply by the last step's Q."""
         memory = self.state.memory
         pairs = [(p, matrix) for (p, _), matrix in zip(self.layers, self.matrices, strict=True)]
         starts = [memory.start(p, matrix.shape[1], self.rank) for p, matrix in pairs]
@@ -47,11 +47,11 @@ class LowRankExchange:
         self.message = joined([*self.factors.rows(), *(view for _, view in self.plain)], self.dtype)
 
     def scatter(self) -> None:
-        """Add P, and what is sent beside it, over ranks."""
+        """Sum P, and the layers beside it, over ranks."""
         dist.all_reduce(self.message, group=self.state.groups.payload)
 
     def reduce(self) -> None:
-        """Average what is sent beside P; multiply by the orthonormal P."""
+        """Average the layers beside P; multiply by the orthonormal P."""
         shapes = [torch.Size((matrix.shape[0], self.rank)) for matrix in self.matrices]
         sums = parted(self.message, [*shapes, *(view.shape for _, view in self.plain)])
         for (_, view), total in zip(self.plain, sums[len(shapes) :], strict=True):
@@ -60,12 +60,12 @@ class LowRankExchange:
             self.message = joined(self.factors.columns(sums[: len(shapes)]), self.dtype)
 
     def gather(self) -> None:
-        """Add Q over ranks."""
+        """Sum Q over ranks."""
         if self.layers:
             dist.all_reduce(self.message, group=self.state.groups.gather)
 
     def finish(self) -> None:
-        """Write P Q^T where the layers lie; keep Q and what P Q^T misses of this rank's matrices."""
+        """Write P Q^T into the layers; keep Q, and this rank's matrices minus P Q^T as residuals."""
         memory = self.state.memory
         if not self.layers:
             return
@@ -79,5 +79,5 @@ class LowRankExchange:
                 view.copy_((p @ q.T).view_as(view))
             owed.addmm_(p, q.T, alpha=-1)
             if owed.is_cuda or not is_finite:
-                owed.masked_fill_(~is_finite, 0)  # written again at once on a CPU alone, where looking costs nothing
+                owed.masked_fill_(~is_finite, 0)  # on a CPU only if needed, because reading the flag is free there
             memory.factors[parameter] = usable(means[k], memory.first(matrix.shape[1], self.rank, q.device))

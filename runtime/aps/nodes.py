@@ -1,6 +1,6 @@
-"""The part of an exchange that is inside of a node: each rank averages a chunk over the node, and sends a mean to it.
+"""Exchange inside of a node: each rank averages a chunk over the node, and later sends the chunk's mean to the node.
 
-A node of k ranks then sends 2 (G - 1) / G elements for each of a bucket to G - 1 other nodes, where k rings or
+A node of k ranks then sends 2 (G - 1) / G elements per element of a bucket to G - 1 other nodes; k rings or
 all-to-alls over all ranks would send up to k times as many (docs/aps.md).
 """
 
@@ -33,7 +33,7 @@ class Inside:
         return tuple(piece.layer for piece in self._pieces)
 
     def start(self, flat: Tensor) -> None:
-        """Begin to send each rank of the node its chunk."""
+        """Start to send each rank of the node its chunk."""
         sent = flat.new_empty(self._layout.padded, dtype=self._dtype)
         sent[: flat.numel()].copy_(flat)
         sent[flat.numel() :].zero_()
@@ -51,18 +51,18 @@ class Inside:
         return [self._chunk[piece.start - begin : piece.end - begin] for piece in self._pieces]
 
     def share(self, flat: Tensor) -> None:
-        """Send what the pieces have become to the node, and write all ranks' into `flat`."""
+        """Send the pieces, now means over all nodes, to the node, and write the pieces of its ranks into `flat`."""
         mean = all_gather(self._chunk.to(self._dtype).view(torch.uint8), self._node.gather).view(self._dtype)
         flat.copy_(mean.reshape(-1)[: flat.numel()])
 
     def rounded(self, values: Tensor) -> Tensor:
-        """Return float32 values as they arrive inside of the node."""
+        """Return float32 values as rounded by a transfer inside of the node."""
         return values.to(self._dtype).to(torch.float32)
 
     def owed(self, lost: list[Tensor]) -> list[Tensor]:
-        """Return what this rank's gradient of each layer owes where the pieces of its chunk's mean lost so much.
+        """Return this rank's residual of each layer if the pieces of its chunk's mean lost `lost`.
 
-        The mean over the node has a `size`-th of one rank's gradient.
+        A `size`-th of one rank's gradient is in the mean over the node, so losses are multiplied by `size`.
         """
         flat = self._chunk.new_zeros(self._layout.total)
         for piece, part in zip(self._pieces, lost, strict=True):

@@ -25,7 +25,7 @@ _OF_LINK = ("bits", "link", "error_budget", "widths", "low_rank")
 
 @dataclass(frozen=True, kw_only=True)
 class APSOptions:
-    """Options of `APSState`; every rank must hold equal ones. Raises `ConfigError` for a value out of range."""
+    """Options of `APSState`, which must be equal on all ranks. Raises `ConfigError` for a value out of range."""
 
     format: str = "e5m2"
     """Name of a number format of at most 16 bits, or of an 8-bit codec."""
@@ -34,37 +34,37 @@ class APSOptions:
     format, in ring order. ``kahan``: the same, with a compensation kept in the format."""
     group_size: int | None = None
     """Ranks of a node. With ``fp32`` gradients go in 16 bits inside a node and in codes between nodes; with ``by link``
-    the plan says which do. With ``format`` and ``kahan``: ranks per group of the paper's hierarchical
-    all-reduce. None is one ring of all."""
+    the plan says which layers do. With ``format`` and ``kahan``: ranks per group of the paper's hierarchical
+    all-reduce. None is one ring of all ranks."""
     rounding: Rounding = "nearest"
-    """``stochastic`` is seeded by (seed, step, bucket, rank); what arrives is the same on all ranks."""
+    """``stochastic`` is seeded by (seed, step, bucket, rank); all ranks receive the same values."""
     error_feedback: bool = False
-    """Add to the next step's gradient what this rank's rounding lost in this one: of its gradients, and with
-    ``accumulate='fp32'`` also of the sums it owns."""
+    """Add to the next step's gradient what this rank's rounding lost in this step: of its gradients, and with
+    ``accumulate='fp32'`` also of the sums that it owns."""
     high_steps: int = 0
-    """Steps at the start that go in the gradients' own dtype (the paper's hybrid precision)."""
+    """Number of first steps that send gradients in their own dtype (the paper's hybrid precision)."""
     high_epochs: int = 0
-    """The same in epochs; tell them with `APSState.set_epoch`."""
+    """The same in epochs, which `APSState.set_epoch` sets."""
     scaling: Scaling = "aps"
     """``none`` sends what the paper sends without APS: gradients divided by the number of ranks and not scaled, as
-    PyTorch's fp16 hook does. ``raw``: not divided either, as the paper's emulator does; with ``accumulate='format'``
-    and an IEEE format, whose overflow is inf, what the paper compares with. Only for showing what APS is worth."""
+    PyTorch's fp16 hook does. ``raw`` does not divide either, as the paper's emulator; with ``accumulate='format'`` and
+    an IEEE format, whose overflow is inf, this is the paper's baseline. Both only serve to show what APS is worth."""
     seed: int = 0
     """Seed of stochastic rounding, and of the rotation of block formats."""
     bits: Bits = "by format"
-    """``by link``: each layer goes in the bits that end the step soonest, `format` being that of 8 bits."""
+    """``by link``: each layer is sent in the bits that end the step soonest; `format` is the format of 8 bits."""
     link: str | None = None
     """With ``by link``: the rate, as ``200Mbit/s`` or ``200Mbit/s, 1ms``; with `group_size` both rates, as
-    ``50Mbit/s, 1ms between; 2Gbit/s inside``: a node's to the others, and a rank's inside. None measures
-    them, and follows them."""
+    ``50Mbit/s, 1ms between; 2Gbit/s inside``: a node's to the others, and a rank's inside its node. None measures the
+    links, and follows their changes."""
     error_budget: float = 1 / 32
     """With ``by link``: the squared error that rounding may add to the mean gradient, as a share of the squared norm of
-    one rank's gradient. 1/32 lets all go in 4 bits."""
+    one rank's gradient. 1/32 lets all layers go in 4 bits."""
     widths: tuple[int, ...] = (32, 16, 8, 4)
     """With ``by link``: the bits to choose from; 32 is the gradient's own dtype."""
     low_rank: int = 0
     """With ``by link``: columns of the two matrices that a layer may be sent as, in 16 bits and always with error
-    feedback (PowerSGD), such as 4. 0 sends no layer so."""
+    feedback (PowerSGD), such as 4. 0 turns low rank off."""
 
     def __post_init__(self) -> None:
         for field, allowed in _CHOICES.items():
@@ -97,7 +97,7 @@ class APSOptions:
         self.given_links()
 
     def given_links(self, has_nodes: bool = True) -> Links | None:
-        """Return the links that were given; of one node that inside of it. Raises `ConfigError` for text that is none.
+        """Return the given links, or None; for one node, the link inside of it. Raises `ConfigError` for other text.
 
         `has_nodes`: whether there are several nodes of `group_size` ranks.
         """
@@ -105,9 +105,9 @@ class APSOptions:
         return found if has_nodes or found is None or found.inside is None else Links(found.inside)
 
     def text(self) -> str:
-        """Return the fields in force in one line, the same on every rank that chose the same.
+        """Return the options in force in one line, the same on every rank with the same options.
 
-        Saved states have it: without ``low_rank``, it is what earlier versions saved.
+        Saved states contain the line. Without ``low_rank`` it equals the line of earlier versions.
         """
         unused = () if self.bits == "by link" else _OF_LINK
         unused = unused if self.low_rank else (*unused, "low_rank")

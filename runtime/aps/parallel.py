@@ -1,8 +1,8 @@
-"""Activations and their gradients in 8 bits for model parallelism: differentiable collectives of codes.
+"""Send activations and their gradients in 8 bits for model parallelism, by differentiable collectives of codes.
 
-Source: Dettmers 2016, sections 2.2 and 3. Each rank codes its tensor with a scale of its own, sent beside the codes;
-sums are made in float32 and coded once more. Rounding is straight-through: the derivative is that of the collective.
-All ranks get the same bits. Shapes are equal on all ranks. A tensor with an inf or a NaN arrives as NaN.
+Source: Dettmers 2016, sections 2.2 and 3. Each rank codes its tensor with its own scale and sends it beside the codes.
+Sums are computed in float32 and coded once more. Rounding is straight-through: the derivative is that of the
+collective. All ranks get the same bits. Shapes must be equal on all ranks. A tensor with inf or NaN arrives as NaN.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _unpack(messages: Tensor, c: Codec) -> Tensor:
 
 
 class _Gather:
-    """Every rank's tensor on its way here, coded."""
+    """An all-gather of every rank's coded tensor that is under way."""
 
     def __init__(self, x: Tensor, c: Codec, group: dist.ProcessGroup | None) -> None:
         self.codec, self.group = c, group
@@ -50,7 +50,7 @@ class _Gather:
         )
 
     def rows(self) -> Tensor:
-        """Wait for them; (world, elements)."""
+        """Wait, and return every rank's tensor (world, elements)."""
         self._work.wait()
         return _unpack(self._out.view(_world(self.group), -1), self.codec)
 
@@ -69,7 +69,7 @@ def _exchange_rows(rows: Tensor, c: Codec, group: dist.ProcessGroup | None) -> T
 
 
 def _sum_over_ranks(x: Tensor, c: Codec, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum of all ranks' tensors: codes to the owner of a chunk, added in float32, the sum's codes to everyone."""
+    """Return the sum of all ranks' tensors: codes go to a chunk's owner, are added in float32, and coded for all."""
     world = _world(group)
     chunk = -(-x.numel() // world)
     padded = torch.cat([x.reshape(-1).float(), x.new_zeros(world * chunk - x.numel(), dtype=torch.float32)])
@@ -95,7 +95,7 @@ def _swap(x: Tensor, c: Codec, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class _Kept(Protocol):
-    """What a forward leaves for its backward."""
+    """The context that a forward saves for its backward."""
 
     codec: Codec
     group: dist.ProcessGroup | None
@@ -140,7 +140,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """The samples of a sub-batch, all ranks' in rank order; a rank's gradient is that of its own loss."""
+    """All ranks' samples of a sub-batch, in rank order; a rank's gradient is that of its own loss."""
 
     @staticmethod
     def forward(ctx: _Kept, part: Tensor, gather: _Gather) -> Tensor:
@@ -174,7 +174,7 @@ def _applied(function: type[torch.autograd.Function], *arguments: object) -> Ten
 def all_gather(
     x: Tensor, dim: int = 0, *, data_type: str = "dynamic-tree", group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return all ranks' tensors joined along `dim`, in rank order; the gradient is the sum of all ranks' for this part.
+    """Return all ranks' tensors joined along `dim` in rank order; the gradient is the sum of all ranks' for this part.
 
     Raises `FormatError` for an unknown `data_type`.
     """
@@ -190,9 +190,9 @@ def all_reduce(x: Tensor, *, data_type: str = "dynamic-tree", group: dist.Proces
 
 
 def all_to_all(x: Tensor, *, data_type: str = "dynamic-tree", group: dist.ProcessGroup | None = None) -> Tensor:
-    """Send parts of dimension 0 to their ranks, return what came from each in rank order; the gradient goes back alike.
+    """Send parts of dimension 0 to their ranks, return each rank's part in rank order; gradients go back alike.
 
-    Dimension 0 must be a multiple of the world size; raises `ConfigError` where it is not.
+    Dimension 0 must be a multiple of the world size; raises `ConfigError` otherwise.
     """
     if x.dim() == 0 or x.shape[0] % _world(group):
         raise ConfigError(
@@ -228,12 +228,12 @@ def sub_batches(
 ) -> Tensor:
     """Run `layers`, split over the ranks, on this rank's samples x (batch, ...), in `count` sub-batches.
 
-    Source: Dettmers 2016, section 2.4. A sub-batch takes batch / count samples of every rank; while `layers` compute
-    it, the next one's activations are on the wire. `count` is the number of ranks where it is left out, so that a
-    sub-batch is as large as one rank's batch. `layers` map (samples, ...) to (samples, ...), end in
-    `reduce_from_group` and begin without `copy_to_group`: their input's gradients are added up here. Their weights get
-    the gradient of the mean of all ranks' losses, x that of this rank's, as DistributedDataParallel wants it. Raises
-    `ConfigError` where `count` does not divide the batch.
+    Source: Dettmers 2016, section 2.4. A sub-batch takes batch / count samples of every rank. While `layers` compute a
+    sub-batch, the activations of the next are on the wire. `count` defaults to the number of ranks, so that a sub-batch
+    is as large as one rank's batch. `layers` map (samples, ...) to (samples, ...), end in `reduce_from_group` and begin
+    without `copy_to_group`, because this function adds up the gradients of their input. Their weights get the gradient
+    of the mean of all ranks' losses, and x gets that of this rank's loss, as DistributedDataParallel expects. Raises
+    `ConfigError` if `count` does not divide the batch.
     """
     count = _world(group) if count is None else count
     if x.dim() == 0 or count < 1 or x.shape[0] % count or not x.shape[0]:

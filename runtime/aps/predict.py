@@ -1,8 +1,8 @@
 """Predict the time of a step whose gradients cross a link in 32, 16 or 8 bits.
 
 The model is that of Dettmers 2016, appendix A. A layer's transfer runs beside the computation that follows, and only
-the rest of it costs time. Compressing and decompressing cost a fixed time a number. The paper's own tables are in
-`fxprec.runtime.aps.predict_paper`.
+the part that is not hidden costs time. Compressing and decompressing cost a fixed time per number. The paper's own
+tables are in `fxprec.runtime.aps.predict_paper`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default, of float32
 
 @dataclass(frozen=True)
 class Link:
-    """One rank's way to the others."""
+    """One rank's link to the others."""
 
     bytes_per_second: float
     latency: float = 0.0
-    """Seconds a message takes beside its bytes."""
+    """Seconds that a message takes beside its bytes."""
 
     def __post_init__(self) -> None:
         if not self.bytes_per_second > 0 or not self.latency >= 0:
@@ -34,12 +34,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Coding:
-    """A coding of gradients on the link."""
+    """How gradients are coded on the link, and what that costs."""
 
     name: str
     bytes_per_element: float
     ns_per_element: float = 0.0
-    """Nanoseconds to compress and decompress one number, on one rank, there and back."""
+    """Nanoseconds on one rank to compress and decompress one number, there and back."""
     extra_exchanges: int = 0
     """Small all-reduces before the payload: APS sends its exponents first."""
 
@@ -57,7 +57,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step with one coding: seconds and bytes for each rank."""
+    """The predicted step with one coding: seconds and bytes of each rank."""
 
     coding: str
     computation: float
@@ -65,7 +65,7 @@ class Prediction:
     step: float
     bytes_sent: float
     steps: int
-    """Messages one after another in each exchange."""
+    """Consecutive messages in each exchange."""
 
     @property
     def exposed(self) -> float:
@@ -82,17 +82,17 @@ CODINGS = (
 
 
 def exposed(transfer: float, computation: float) -> float:
-    """Seconds of a transfer left over when it runs beside that computation."""
+    """Return the seconds of a transfer that are left when it runs beside a computation."""
     return max(0.0, transfer - computation)
 
 
 @dataclass(frozen=True)
 class Way:
-    """The route of an all-reduce over `world_size` ranks, in steps one after another.
+    """The route of an all-reduce over `world_size` ranks, in consecutive steps.
 
-    One ring, or groups of `group_size` each reduced to a master, a ring of masters, and back.
-    Source: Han et al. 2020, section 4.2: 2 (p - 1) steps, or 4 (k - 1) + 2 (p / k - 1). There all steps carry as much,
-    which holds at k^2 = p; here one inside a group carries 1 / k of the gradient, one between masters k / p.
+    It is one ring, or groups of `group_size` that each reduce to a master, a ring of masters, and back. Source: Han et
+    al. 2020, section 4.2: 2 (p - 1) steps, or 4 (k - 1) + 2 (p / k - 1). There all steps carry the same share, which
+    holds at k^2 = p. Here a step inside a group carries 1 / k of the gradient, a step between masters k / p.
     """
 
     world_size: int
@@ -110,7 +110,7 @@ class Way:
 
     @property
     def legs(self) -> tuple[tuple[int, float], ...]:
-        """Return (steps, share of the gradient that each of them carries) of each leg."""
+        """Return (steps, share of the gradient that each step carries) of each leg of the route."""
         p, k = self.world_size, self.group_size or 1
         return (4 * (k - 1), 1 / k), (2 * (p // k - 1), k / p)
 
@@ -121,12 +121,12 @@ class Way:
 
     @property
     def sent(self) -> float:
-        """Return what crosses a master's link in all steps, in units of one gradient."""
+        """Return the amount that crosses a master's link in all steps, in units of one gradient."""
         return sum(steps * share for steps, share in self.legs)
 
 
 def all_reduce_seconds(elements: float, way: Way, link: Link, coding: Coding) -> float:
-    """Return the seconds of one all-reduce; all-to-all and all-gather have a ring's bytes."""
+    """Return the seconds of one all-reduce; an all-to-all and an all-gather send as many bytes as a ring."""
     if way.steps == 0:
         return 0.0
     size = elements * coding.bytes_per_element
@@ -135,7 +135,7 @@ def all_reduce_seconds(elements: float, way: Way, link: Link, coding: Coding) ->
 
 
 def buckets(layers: Sequence[Layer], bucket_bytes: int = BUCKET_BYTES) -> list[tuple[float, int]]:
-    """Return (seconds from the start of backward until it is ready, elements) of each bucket, last layers first."""
+    """Return (seconds from the start of backward until ready, elements) of each bucket, last layers first."""
     found: list[tuple[float, int]] = []
     clock, waiting = 0.0, 0
     for layer in reversed(layers):
@@ -150,7 +150,7 @@ def buckets(layers: Sequence[Layer], bucket_bytes: int = BUCKET_BYTES) -> list[t
 
 
 def predict_step(layers: Sequence[Layer], way: Way, link: Link, coding: Coding) -> Prediction:
-    """Step time of data-parallel training: buckets are exchanged one after another beside the backward pass."""
+    """Predict a data-parallel step whose buckets are exchanged one after another beside the backward pass."""
     forward = sum(layer.forward for layer in layers)
     computation = forward + sum(layer.backward for layer in layers)
     communication, free_at, elements = 0.0, forward, 0
@@ -164,7 +164,7 @@ def predict_step(layers: Sequence[Layer], way: Way, link: Link, coding: Coding) 
 
 
 def verdict(predictions: Sequence[Prediction], worthwhile: float = 0.05) -> str:
-    """Say in one sentence whether 8 bits pay. A gain under `worthwhile` (5 % of the step) is called none."""
+    """Return one sentence on whether 8 bits pay. A gain under `worthwhile` (5 % of the step) counts as none."""
     best = min(predictions, key=lambda p: p.step)
     plain = predictions[0]
     gain = plain.step / best.step

@@ -1,4 +1,4 @@
-"""Dettmers' predictions for AlexNet from his measurements: Tables 3 to 6 in, Tables 1 and 7 out.
+"""Reproduce Dettmers' predictions for AlexNet from his measurements: Tables 3 to 6 in, Tables 1 and 7 out.
 
 Source: Dettmers 2016, appendix A. Milliseconds throughout, as in the paper.
 """
@@ -37,18 +37,18 @@ FC2_FORWARD_MS, FC3_FORWARD_MS, FC3_BACKWARD_MS = 0.3, 0.15, 0.15
 
 Overlaps: TypeAlias = tuple[tuple[Transfer, float], ...]
 # Transfers in a sub-batch, each with the computation it runs beside. The formula is lost from the paper's text; these
-# three (the largest layer's is hidden) give back both of its speedups.
+# three (the largest layer's transfer is hidden) reproduce both of the paper's speedups.
 OVERLAPS: Overlaps = ((FC2, FC2_FORWARD_MS), (FC3, FC3_FORWARD_MS), (FC3, FC3_BACKWARD_MS))
-# The other reading gives 3.44x and 3.65x, but Krizhevsky's 3.66x within 1 %, which the first misses (3.71x).
+# This other reading gives 3.44x and 3.65x, but also Krizhevsky's 3.66x within 1 %, which the first misses (3.71x).
 BOTH_WAYS: Overlaps = (*OVERLAPS, (FC2, FC2_FORWARD_MS))
 
 
 def four_gpu_speedup(
     bits: Bits, kernels: Kernels = "nervana", num_gpus: int = 4, overlaps: Overlaps = OVERLAPS
 ) -> float:
-    """Return one machine's speedup (A.1.3): data-parallel convolutions, then a sub-batch a GPU through split layers.
+    """Return one machine's speedup (A.1.3): data-parallel convolutions, then a sub-batch per GPU through split layers.
 
-    The first sub-batch's activations and the last one's errors have nothing to hide under.
+    The activations of the first sub-batch and the errors of the last one overlap with nothing.
     """
     ends = 2 * CONV_ACTIVATION.ms(bits)
     per_sub_batch = sum(exposed(transfer.ms(bits), computation) for transfer, computation in overlaps)
@@ -81,7 +81,7 @@ BASELINE_MS: dict[Kernels, float] = {"nervana": 10_000, "convnet2": 17_000}  # 9
 
 
 def cluster_sync(row: ClusterRow, bits: Bits) -> float:
-    """Return the milliseconds of synchronisation that are not hidden; one transfer where all others are."""
+    """Return the milliseconds of synchronisation that are not hidden, or those of one transfer if all are hidden."""
     single = row.single32 if bits == 32 else row.single8
     left = NUM_MESSAGES * exposed(single, HIDING_MS)
     return left if left else single
@@ -93,7 +93,7 @@ def cluster_speedup(row: ClusterRow, bits: Bits, kernels: Kernels = "nervana") -
     return BASELINE_MS[kernels] / (convolutions + row.forward + cluster_sync(row, bits))
 
 
-# What the paper prints (Tables 1 and 7), to hold against.
+# Numbers that the paper prints (Tables 1 and 7), for comparison.
 PUBLISHED_FOUR_GPUS: dict[Bits, float] = {32: 3.53, 8: 3.67}
 PUBLISHED_KRIZHEVSKY = 3.66  # measured by Krizhevsky (2014) on four GPUs
 PUBLISHED_CLUSTER: dict[Kernels, tuple[tuple[float, float], ...]] = {

@@ -1,8 +1,8 @@
 """Rotate blocks of gradients by a Hadamard matrix with random signs, so that few bits suit all elements of a block.
 
-A rotated element is a sum of the whole block with signs. One large gradient no longer takes the range of the others,
-and a block's elements are nearly normally distributed. The rotation is linear: rotated gradients of ranks add up to the
-rotated sum. Signs are equal on all ranks. Definitions: docs/algorithms.md, "Communication in 4 bits".
+A rotated element is a sum of the whole block with signs. So one large gradient no longer uses up the range of the
+others, and a block's elements are nearly normally distributed. The rotation is linear: rotated gradients of ranks add
+up to the rotated sum. Signs are equal on all ranks. Definitions: docs/algorithms.md, "Communication in 4 bits".
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ def signs_of(seed: int, block: int, device: torch.device) -> Tensor:
 
 
 def rotate(x: Tensor, signs: Tensor) -> None:
-    """Rotate float32 (n,), n a multiple of the block, in place: signs, then the matrix; lengths nearly stay."""
+    """Rotate float32 (n,), n a multiple of the block, in place: signs, then the matrix; norms hardly change."""
     _transform(x, signs * 2.0 ** -(_log2(signs) - _log2(signs) // 2), torch.ones_like(signs))
 
 
 def rotate_back(x: Tensor, signs: Tensor) -> None:
-    """Undo `rotate` in place, but for float32's rounding: the matrix, then signs."""
+    """Undo `rotate` in place, except for float32's rounding: the matrix, then signs."""
     _transform(x, torch.full_like(signs, 2.0 ** -(_log2(signs) // 2)), signs)
 
 
 def growth(block: int) -> float:
-    """Return how much larger than a block's largest magnitude one of its rotated ones can be."""
+    """Return the factor by which a rotated magnitude can exceed the largest magnitude of its block."""
     return 2.0 ** ((block.bit_length() - 1) // 2)
 
 

@@ -1,6 +1,6 @@
 """Find the largest magnitudes of layers side by side in a flat tensor, and multiply the layers by powers of two.
 
-On a GPU each of the two is one launch, however many layers there are. Their positions are uploaded once.
+On a GPU each of the two is one launch for all layers. The layers' positions are uploaded once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def slices(flat: Tensor, bounds: Bounds) -> list[Tensor]:
 
 
 def largest_magnitudes(flat: Tensor, bounds: Bounds) -> Tensor:
-    """Return the largest magnitude of each piece, float32 (pieces,); 0 for an empty one, NaN where there is a NaN."""
+    """Return the largest magnitude of each piece, float32 (pieces,); 0 for an empty piece, NaN for one with a NaN."""
     if not bounds:
         return torch.zeros(0, dtype=torch.float32, device=flat.device)
     if not _on_gpu(flat):
@@ -40,7 +40,7 @@ def largest_magnitudes(flat: Tensor, bounds: Bounds) -> Tensor:
 
 
 def scale_by_powers(flat: Tensor, bounds: Bounds, exponents: Tensor, mask: Tensor | None = None) -> None:
-    """Multiply each piece of a float32 tensor in place, as `exponents.scale_by_powers`."""
+    """Multiply each piece of a float32 tensor in place, as `exponents.scale_by_powers` does."""
     if not bounds:
         return
     if not _on_gpu(flat):

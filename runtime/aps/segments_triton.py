@@ -1,7 +1,7 @@
-"""Triton kernels over pieces of a flat tensor: the largest magnitude of each, and its product with a power of two.
+"""Run Triton kernels over pieces of a flat tensor: find each piece's largest magnitude, scale it by a power of two.
 
 A program works on `BLOCK` elements of one piece, which it finds by binary search over the first programs of the pieces.
-`fxprec.runtime.aps.exponents` defines the bits that the kernels give.
+`fxprec.runtime.aps.exponents` defines the bits that the kernels return.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fxprec.runtime.aps.kernels import MAX_FACTOR_EXPONENT
 
 @triton.jit
 def _piece_of(table_ptr: tl.tensor, pieces: tl.tensor, STEPS: tl.constexpr) -> tl.tensor:
-    """Return the last piece whose first program is not behind this one."""
+    """Return the last piece whose first program does not come after this program."""
     piece = tl.program_id(0) * 0
     for i in tl.static_range(STEPS):
         later = piece + (1 << (STEPS - 1 - i))
@@ -78,7 +78,7 @@ def _steps(pieces: int) -> int:
 
 
 def largest_magnitudes(flat: Tensor, table: Tensor, programs: int) -> Tensor:
-    """Return float32 (pieces,); ``table`` and ``programs`` are of `segments.table_of`."""
+    """Return the largest magnitudes, float32 (pieces,); ``table`` and ``programs`` are those of `segments.table_of`."""
     pieces = len(table)
     found = torch.zeros(pieces, dtype=torch.int32, device=flat.device)
     if programs:

@@ -16,7 +16,7 @@ from fxprec.compat import sharded_parameters
 
 @dataclass(frozen=True)
 class Shards:
-    """The parameters that FSDP2 gathers and reduces with one module, the `index`-th of its model, in FSDP2's order."""
+    """The parameters that FSDP2 gathers and reduces with module number `index` of a model, in FSDP2's order."""
 
     name: str = ""
     index: int = 0
@@ -26,7 +26,7 @@ class Shards:
 
     @classmethod
     def of(cls, name: str, owner: object, index: int) -> Shards:
-        """Return those of an `FSDPModule` and its name."""
+        """Return the shards of an `FSDPModule` with this name."""
         found = sharded_parameters(owner)
         return cls(name, index, tuple(found), tuple(_shard_size(p) for p in found if isinstance(p, DTensor)))
 
@@ -37,9 +37,9 @@ class Shards:
         return matrices, sum(self.sizes) - matrices
 
     def views(self, rows: Tensor) -> list[Tensor]:
-        """Return what is of each parameter in gradients (ranks, n).
+        """Return each parameter's columns of gradients (ranks, n).
 
-        Where parameters have no gradient, and n is less than all sizes, the columns are shared out in proportion.
+        If n is less than the sum of sizes, because parameters have no gradient, columns are divided in proportion.
         """
         total, length = sum(self.sizes), rows.shape[1]
         ends = [size * length // max(total, 1) for size in accumulate(self.sizes)]
@@ -54,5 +54,5 @@ def _shard_size(p: DTensor) -> int:
 
 
 def filled(piece: Tensor, block: int) -> Tensor:
-    """Return rows (ranks, n) as float32, one after another, each followed by zeros up to whole blocks."""
+    """Return rows (ranks, n) as flat float32, each row padded with zeros to whole blocks."""
     return F.pad(piece.to(torch.float32), (0, -piece.shape[1] % block)).reshape(-1)

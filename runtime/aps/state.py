@@ -1,4 +1,4 @@
-"""The state of the APS communication hook: options, process groups, step count, residuals."""
+"""Keep the state of the APS communication hook: options, process groups, step count, residuals."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ KeepHigh = Iterable[str | nn.Module | Tensor]
 class APSState:
     """State for ``ddp.register_comm_hook(state, aps_hook)``: gradients cross the network in 8 bits.
 
-    Construct it after ``init_process_group``, on every rank of `process_group`, with the same options: ranks compare
-    them, and each raises `ConfigError` naming both where they differ. Options are described at `APSOptions`.
+    Construct the state after ``init_process_group``, on every rank of `process_group`, with the same options. Ranks
+    compare their options; if they differ, each rank raises a `ConfigError` that names both. `APSOptions` describes the
+    options.
 
     `format`: a `Format`, a codec, or the name of either. `keep_high`: modules, parameters, or name patterns (then with
     `model`) whose gradients stay in their own dtype; the paper advises the last classifier.
 
-    With ``bits="by link"``, `weights` says by name or pattern what a layer's rounding counts (1 where it is left out),
-    and `plan` is a plan to begin with. ``state.by_link`` has the plan in force and its events.
+    With ``bits="by link"``, `weights` has the weights of layers' rounding errors by name or pattern (1 if left out),
+    and `plan` is the plan to begin with. ``state.by_link`` has the plan in force and its events.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class APSState:
 
     @property
     def residuals(self) -> WeakTensorKeyDictionary:
-        """Return what this rank still owes of each parameter's gradients (elements,)."""
+        """Return this rank's residual of each parameter's gradients (elements,): what was not sent yet."""
         return self.memory.residuals
 
     def _planned_by_link(
@@ -139,22 +140,22 @@ class APSState:
         return make_groups(parent, size, by_nodes=self.options.accumulate == "fp32")
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream of a GPU that gradients are exchanged on, beside the backward pass."""
+        """Return the stream of a GPU on which gradients are exchanged beside the backward pass."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
     def keeps_high(self, parameter: Tensor) -> bool:
-        """Say whether this parameter's gradient stays in its own dtype."""
+        """Return whether this parameter's gradient stays in its own dtype."""
         return parameter in self._kept
 
     @property
     def keeps_any(self) -> bool:
-        """Say whether any parameter was named to stay high."""
+        """Return whether any parameter was named in `keep_high`."""
         return len(self._kept) > 0
 
     def is_high(self, step: int) -> bool:
-        """Say whether the schedule sends everything of this step in the gradients' own dtype."""
+        """Return whether the schedule sends all gradients of this step in their own dtype."""
         return step < self.options.high_steps or self.epoch < self.options.high_epochs
 
     def sending_of(self, parameter: Tensor) -> Sending:
@@ -166,11 +167,11 @@ class APSState:
         return self.by_link.sending_of(parameter)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the schedule which epoch (from 0) begins; every rank says the same."""
+        """Set the epoch (from 0) that begins, for the schedule; every rank must set the same."""
         self.epoch = epoch
 
     def named(self, error: BaseException) -> BaseException:
-        """Return torch.distributed's error, where bits go by link one with the lost rank's name."""
+        """Return torch.distributed's error or, with ``bits="by link"``, an error that names the lost rank."""
         return error if self.by_link is None else self.by_link.lost(error)
 
     def random(self, step: int, bucket: int, part: int, device: torch.device) -> torch.Generator | None:
@@ -185,9 +186,9 @@ class APSState:
         return signs_of(_mix((self.options.seed, step, bucket, part)), block, device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to resume from: step and epoch; with ``bits="by link"`` also the plan and what this rank keeps.
+        """Return the data to resume from: step and epoch; with ``bits="by link"`` also plan, residuals and factors.
 
-        Otherwise residuals are rebuilt within a step.
+        Otherwise residuals are not saved, because they are rebuilt within a step.
         """
         found = {"step": self.step, "epoch": self.epoch, "options": self.options.text()}
         if self.by_link is not None:
@@ -198,7 +199,7 @@ class APSState:
         return found
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Resume. Raises `ConfigError` if it was saved under other options, `PlanError` for a plan of another model."""
+        """Resume. Raises `ConfigError` for a state saved under other options, `PlanError` for another model's plan."""
         if saved.get("options") != self.options.text():
             raise ConfigError(
                 f"APS state was saved with ({saved.get('options')}), this one has ({self.options.text()}); "
@@ -218,7 +219,7 @@ class APSState:
 
 
 def _mix(parts: Iterable[int]) -> int:
-    """Return a 63-bit seed made of small integers (splitmix64's steps)."""
+    """Return a 63-bit seed mixed from small integers (splitmix64's steps)."""
     state = 0
     for part in parts:
         state = (state + part + 0x9E3779B97F4A7C15) & (2**64 - 1)
@@ -251,5 +252,5 @@ def _matching(pattern: str, model: nn.Module | None) -> list[Tensor]:
 
 
 def _plain_name(name: str) -> str:
-    """Return a parameter's name without what DDP and torch.compile put before it."""
+    """Return a parameter's name without the prefixes of DDP and torch.compile."""
     return name.removeprefix("module.").replace("_orig_mod.", "")

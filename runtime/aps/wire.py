@@ -1,7 +1,7 @@
-"""Codes of a number format, of an 8-bit codec or of a block format as the bytes that are sent.
+"""Turn values into the bytes that are sent: codes of a number format, of an 8-bit codec or of a block format.
 
-A wire turns float32 values into bytes and back. Formats wider than a byte use 16-bit codes. Values reach the wire of a
-number format or codec scaled; a block format scales by itself.
+A wire turns float32 values into bytes and back. Formats wider than a byte use 16-bit codes. Values for a number format
+or a codec are scaled before; a block format scales by itself.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ MAX_TOP_EXPONENT = 100  # leaves float32 room for a sum over 2^27 ranks
 
 
 class Wire(Protocol):
-    """Encoder and decoder of one kind of code."""
+    """An encoder and decoder of one kind of code."""
 
     @property
     def name(self) -> str:
-        """Name of the format or codec."""
+        """Return the name of the format or codec."""
 
     @property
     def block(self) -> int:
-        """Return the elements that are coded together: 1, or those that share a scale."""
+        """Return how many elements are coded together: 1, or those that share a scale."""
 
     @property
     def code_bytes(self) -> int:
-        """Return the bytes of one block's codes; 1 or 2 where a block is one element."""
+        """Return the bytes of one block's codes; 1 or 2 if a block is one element."""
 
     @property
     def kind(self) -> Format | Codec | BlockFormat:
@@ -49,7 +49,7 @@ class Wire(Protocol):
 
     @property
     def top(self) -> int:
-        """Return the exponent of the power of two that a layer's largest magnitude is scaled to, at most.
+        """Return the exponent of the power of two up to which a layer's largest magnitude is scaled.
 
         A wire of blocks larger than 1 takes layers unscaled.
         """
@@ -57,14 +57,15 @@ class Wire(Protocol):
     def encode(self, values: Tensor, *, generator: torch.Generator | None = None, bounded: bool = False) -> Tensor:
         """Return the bytes (uint8, n * code_bytes) of float32 values (n,).
 
-        with a `generator`, rounding is stochastic; `bounded` promises magnitudes of at most 2^top.
+        With a `generator`, rounding is stochastic; `bounded` promises magnitudes of at most 2^top.
         """
 
     def decode(self, codes: Tensor, *, bounded: bool = False) -> Tensor:
         """Return float32 values (n,) of bytes (n * code_bytes,); `bounded` codes come from a `bounded` encoding."""
 
 
-# Casts torch has: the dtype and the largest exponent up to which its codes are those of any 1-E-M of equal widths.
+# Casts that torch has: the dtype, and the largest exponent up to which its codes equal those of any 1-E-M format with
+# these widths.
 _NATIVE: dict[tuple[int, int], tuple[torch.dtype, int]] = {
     (5, 2): (torch.float8_e5m2, 15),
     (4, 3): (torch.float8_e4m3fn, 8),
@@ -93,7 +94,7 @@ class FloatWire:
 
     @property
     def name(self) -> str:
-        """Name of the format."""
+        """Return the name of the format."""
         return self.fmt.name
 
     @property
@@ -108,14 +109,14 @@ class FloatWire:
 
     @cached_property
     def top(self) -> int:
-        """Return the paper's e_max for IEEE-like formats; no more than torch's own cast of these widths holds."""
+        """Return the paper's e_max for IEEE-like formats, at most what torch's own cast of these widths represents."""
         native = _NATIVE.get((self.fmt.exponent_bits, self.fmt.mantissa_bits))
         limit = MAX_TOP_EXPONENT if native is None else min(MAX_TOP_EXPONENT, native[1] - self.fmt.bias)
         return min(self.fmt.max_exponent, limit)
 
     @cached_property
     def _cast(self) -> torch.dtype | None:
-        """Return torch's dtype whose codes agree for magnitudes of at most 2^top."""
+        """Return torch's dtype whose codes agree for magnitudes of at most 2^top, or None."""
         native = _NATIVE.get((self.fmt.exponent_bits, self.fmt.mantissa_bits))
         return None if native is None or abs(self.fmt.bias) > MAX_TOP_EXPONENT else native[0]
 
@@ -138,7 +139,7 @@ class FloatWire:
 
 @dataclass(frozen=True)
 class TableWire:
-    """Codes of an 8-bit codec; the largest magnitude is brought to at most the codec's largest, 1 or below."""
+    """Codes of an 8-bit codec, for values that are scaled to at most 1."""
 
     codec: Codec
 
@@ -149,7 +150,7 @@ class TableWire:
 
     @property
     def name(self) -> str:
-        """Name of the codec."""
+        """Return the name of the codec."""
         return self.codec.name
 
     @property
@@ -164,7 +165,7 @@ class TableWire:
 
     @property
     def top(self) -> int:
-        """Return 0: values of at most 1. What little of (0.966, 1] a static tree lacks saturates, by under 4 %."""
+        """Return 0: values are at most 1. A static tree ends at 0.966, so values above saturate, by under 4 %."""
         return 0
 
     def encode(self, values: Tensor, *, generator: torch.Generator | None = None, bounded: bool = False) -> Tensor:
@@ -203,7 +204,7 @@ class BlockWire:
 
     @property
     def name(self) -> str:
-        """Name of the block format."""
+        """Return the name of the block format."""
         return self.fmt.name
 
     @property
@@ -235,7 +236,7 @@ class BlockWire:
 
 
 def num_bytes(wire: Wire, elements: int) -> int:
-    """Return the bytes of that many elements, whole blocks of them."""
+    """Return the bytes of `elements`, a multiple of the block."""
     return elements // wire.block * wire.code_bytes
 
 
@@ -244,18 +245,21 @@ def _encode(values: Tensor, fmt: Format, generator: torch.Generator | None) -> T
 
 
 def _in_blocks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Run an element-wise function: fused above the size where that pays, else in blocks that stay in the cache."""
+    """Run an element-wise function at once if x is small, large enough to be fused, or on a GPU; else in blocks.
+
+    Blocks stay in the cache.
+    """
     if x.numel() <= _BLOCK or x.numel() > rounding.COMPILE_ABOVE or x.is_cuda:
         return function(x)
     return torch.cat([function(block) for block in torch.split(x, _BLOCK)])
 
 
 Coding: TypeAlias = Wire | torch.dtype | None
-"""How gradients are sent: in a wire's codes, or added on the way in a dtype; None is the gradient's own."""
+"""How gradients are sent: in a wire's codes, or uncoded in a dtype; None is the gradient's own dtype."""
 
 
 INSIDE = torch.bfloat16
-"""What gradients that are coded between nodes, and later their means, are sent as inside of a node."""
+"""Dtype in which gradients that are coded between nodes, and later their means, are sent inside of a node."""
 
 
 class Sending(NamedTuple):
@@ -264,20 +268,20 @@ class Sending(NamedTuple):
     coding: Coding
     by_nodes: bool = False
     low_rank: int = 0
-    """Columns of P and Q, which the layer is sent as (`runtime/aps/low_rank.py`); 0 sends its elements."""
+    """Columns of P and Q, as which the layer is sent (`runtime/aps/low_rank.py`); 0 sends its elements."""
 
     @property
     def wire(self) -> Wire | None:
-        """Return the wire of the codes, None where the layer is added on the way."""
+        """Return the wire of the codes, or None if the layer is sent uncoded."""
         return None if self.coding is None or isinstance(self.coding, torch.dtype) else self.coding
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Return the dtype that the layer is added in on the way, None for codes and for the gradient's own."""
+        """Return the dtype in which the layer is sent uncoded; None for codes and for the gradient's own dtype."""
         return self.coding if isinstance(self.coding, torch.dtype) else None
 
     def inside(self, own: torch.dtype) -> torch.dtype:
-        """Return the dtype inside of nodes, of gradients in their `own`."""
+        """Return the dtype in which gradients of dtype `own` are sent inside of nodes."""
         return INSIDE if self.wire is not None else self.dtype or own
 
 
