@@ -1,7 +1,7 @@
-"""Convolutions and their gradients as matrix products, for `fxprec.Accumulator`: slow, any number of dimensions.
+"""Compute convolutions and their gradients as matrix products, for `fxprec.Accumulator`: slowly, in any dimensions.
 
-Each output is one sum over channels and kernel positions (of a weight's gradient: over images and output positions), so
-``multiply`` decides how it adds up. ``multiply`` takes (groups, m, k) and (groups, k, n).
+Each output is one sum over channels and kernel positions. Each element of a weight's gradient is one sum over images
+and output positions. So ``multiply`` decides how sums are accumulated. It takes (groups, m, k) and (groups, k, n).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Window:
-    """The places on an image where a kernel of spatial size ``kernel`` is applied; one number for each dimension."""
+    """The positions on an image at which a kernel of spatial size ``kernel`` is applied; one number per dimension."""
 
     kernel: Sequence[int]
     stride: Sequence[int]
@@ -26,7 +26,7 @@ class Window:
     dilation: Sequence[int]
 
     def padding_of_transpose(self, small: Sequence[int], large: Sequence[int]) -> list[tuple[int, int]]:
-        """Return zeros before and after an image of size ``small``, spread by the stride, to give one of ``large``."""
+        """Return the zeros before and after an image of size ``small``, spread by the stride, that give ``large``."""
         pads = []
         for n, out, k, s, p, d in zip(small, large, self.kernel, self.stride, self.padding, self.dilation, strict=True):
             before = d * (k - 1) - p
@@ -97,12 +97,12 @@ def _product(sizes: Sequence[int]) -> int:
 
 
 def _padded(x: Tensor, pads: Sequence[tuple[int, int]]) -> Tensor:
-    """Put zeros around the image; a negative number cuts."""
+    """Pad the image with zeros; a negative number crops."""
     return F.pad(x, [p for pair in reversed(pads) for p in pair])
 
 
 def _spread(x: Tensor, stride: Sequence[int]) -> Tensor:
-    """Put stride - 1 zeros between neighbours."""
+    """Insert stride - 1 zeros between neighbours."""
     size = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], stride, strict=True)]
     found = x.new_zeros(*x.shape[:2], *size)
     places = found

@@ -1,4 +1,4 @@
-"""The compiled CPU kernel, built once by Inductor's own C++ builder and kept in its disk cache."""
+"""Run the CPU kernel, which Inductor's own C++ builder compiles once and keeps in its disk cache."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fxprec.runtime.arith.spec import Spec
 
 
 class Rounding(ctypes.Structure):
-    """Mirrors ``struct Rounding`` of kernel.cpp."""
+    """The format of one rounding; mirrors ``struct Rounding`` of kernel.cpp."""
 
     _fields_ = (("format", CFormat), ("exact", ctypes.c_int32))
 
 
 class Task(ctypes.Structure):
-    """Mirrors ``struct Task`` of kernel.cpp."""
+    """One product to compute; mirrors ``struct Task`` of kernel.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("a", "b", "out")),
@@ -34,7 +34,7 @@ class Task(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled kernel, or None, with a warning, without a compiler."""
+    """Return the compiled kernel; without a compiler, warn and return None."""
     source = with_codec(Path(__file__).with_name("kernel.cpp").read_text(encoding="utf-8"))
     signature = (None, ctypes.POINTER(Task), *[ctypes.c_int32] * 4)
     slower = "fxprec.arith runs as a plain loop, many times slower"
@@ -42,7 +42,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def matmul(a: Tensor, b: Tensor, spec: Spec) -> Tensor | None:
-    """Multiply as `reference.matmul`, same bits; None where no kernel compiles."""
+    """Return the product with the bits of `reference.matmul`, or None if no kernel compiles."""
     loaded = library()
     if loaded is None:
         return None
@@ -64,7 +64,7 @@ def matmul(a: Tensor, b: Tensor, spec: Spec) -> Tensor | None:
 
 
 def _is_plain(a: Tensor, b: Tensor, spec: Spec) -> bool:
-    """Say whether inf and NaN cannot occur, which spares the kernel a third of its work."""
+    """Return whether inf and NaN cannot occur, which saves the kernel a third of its work."""
     formats = (spec.fmt, spec.accumulate)
     if any(f.overflow != "saturate" or f.mantissa_bits == 0 for f in formats):
         return False

@@ -1,4 +1,4 @@
-"""`matmul`, `dot` and `sum` with every product and every partial sum rounded."""
+"""Compute `matmul`, `dot` and `sum` with every product and every partial sum rounded."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def matmul(
 ) -> Tensor:
     """Return a (..., m, k) times b (..., k, n) as float32 (..., m, n); leading dimensions broadcast.
 
-    Inputs are rounded to ``fmt``, each product is rounded to ``fmt``, each partial sum, in increasing k, to
-    ``accumulate`` (a format or its name, ``"fp32"`` among them; None is ``fmt``). ``kahan`` carries a compensation in
-    the accumulator's format; ``chunk`` sums that many products at a time, then the sums (Wang et al. 2018). Rounding is
-    to nearest even with the format's own overflow rule, once, of the exact result. ``method="reference"`` runs the
-    plain loop. Not differentiable; the inputs stay as they are. Source: Han et al. 2020, section 5.
+    Inputs and products are rounded to ``fmt``. Partial sums, in increasing k, are rounded to ``accumulate`` (a format
+    or its name, also ``"fp32"``; None is ``fmt``). ``kahan`` carries a compensation in the accumulator's format.
+    ``chunk`` sums that many products at a time, then the sums (Wang et al. 2018). Each exact result is rounded once, to
+    nearest even, with the format's own overflow rule. ``method="reference"`` runs the plain loop. Not differentiable;
+    the inputs stay unchanged. Source: Han et al. 2020, section 5.
 
-    Raises `FormatError` for an unknown format or one of 22 mantissa bits, shapes that do not multiply, and dtypes other
-    than float32, bfloat16 and float16.
+    Raises `FormatError` for an unknown format or one with 22 mantissa bits, for shapes that do not multiply, and for
+    dtypes other than float32, bfloat16 and float16.
     """
     product = parse(fmt)
     spec = Spec(product, product if accumulate is None else parse(accumulate), bool(kahan), _chunk(chunk))
@@ -52,7 +52,7 @@ def matmul(
 
 
 def multiply(a: Tensor, b: Tensor, spec: Spec, method: Method = "auto") -> Tensor:
-    """Multiply as `matmul`, float32 numbers that are rounded to ``spec.fmt`` already."""
+    """Multiply as `matmul` does, for float32 numbers that are already rounded to ``spec.fmt``."""
     if a.dim() == b.dim() == 2:
         return _multiply(a, b, spec, method)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -108,7 +108,7 @@ def sum(
 
 
 def _wide(t: Tensor) -> Tensor:
-    """Return 16-bit inputs as float32; what `quantize` refuses stays for it to refuse."""
+    """Return 16-bit inputs as float32 and others unchanged; `quantize` refuses other dtypes."""
     return t.detach().float() if t.dtype in (torch.bfloat16, torch.float16) else t.detach()
 
 

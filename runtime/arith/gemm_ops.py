@@ -31,7 +31,7 @@ def convolution(
     transposed: bool, output_padding: Sequence[int], groups: int, channels_last: bool,
     products: str, sums: str, kahan: bool, chunk: int,
 ) -> Tensor:  # fmt: skip
-    """Convolve as `torch.convolution`, without bias, every product and sum rounded."""
+    """Convolve as `torch.convolution` without bias, with every product and sum rounded."""
     multiply = _multiply(products, sums, kahan, chunk)
     window = Window(weight.shape[2:], stride, padding, dilation)
     if not transposed:
@@ -50,7 +50,7 @@ def convolution_backward(
     transposed: bool, output_padding: Sequence[int], groups: int, channels_last: bool,
     products: str, sums: str, kahan: bool, chunk: int, grad: Tensor, mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of input and weight that ``mask`` asks for; the others are empty."""
+    """Return the gradients of input and weight that ``mask`` selects; the others are empty."""
     multiply = _multiply(products, sums, kahan, chunk)
     window = Window(weight.shape[2:], stride, padding, dilation)
     of_x, of_weight = x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The plain reference: one loop over k, every operation exact and then rounded once."""
+"""Multiply by the plain reference: one loop over k, in which every operation is exact and then rounded once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def matmul(a: Tensor, b: Tensor, spec: Spec) -> Tensor:
 
 
 class _Sum:
-    """A running sum in the accumulator's format, with Kahan's compensation where asked for."""
+    """A running sum in the accumulator's format, with Kahan's compensation if the spec has it."""
 
     def __init__(self, zero: Tensor, spec: Spec) -> None:
         self.value, self.spec = zero, spec
@@ -51,7 +51,7 @@ class _Sum:
 
 
 def rounded(x: Tensor, fmt: Format) -> Tensor:
-    """Round float32 to nearest even, overflow by the format's own rule."""
+    """Round float32 to nearest even, with the format's own overflow rule."""
     return x if fmt == FP32 else nearest(x, format_row(fmt))
 
 
@@ -61,10 +61,10 @@ def product(a: Tensor, b: Tensor, spec: Spec) -> Tensor:
 
 
 def product_to_odd(a: Tensor, b: Tensor) -> Tensor:
-    """Return the float32 product, rounded to odd: float64 holds the exact product."""
+    """Return the float32 product, rounded to odd; float64 represents the exact product."""
     exact = a.double() * b.double()
     near = exact.float()
-    # Beyond float32's numbers the format saturates or has inf, all the same.
+    # Beyond float32's range the format saturates or becomes inf in any case.
     return _to_odd(near, exact - near.double())
 
 

@@ -1,4 +1,4 @@
-"""Specify a multiplication at chosen precision: formats, order of the sum, float32 results that need care."""
+"""Specify a multiplication at chosen precision: formats, order of the sums, and which float32 results need care."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fxprec.numerics.formats import FP32, Format
 
 @dataclass(frozen=True)
 class Spec:
-    """Products in ``fmt``, partial sums in ``accumulate``, in increasing k, chunk by chunk.
+    """The precision of a multiplication: products in ``fmt``, sums in ``accumulate``, in increasing k, by chunks.
 
     Raises `FormatError` for a format of 22 mantissa bits, one bit short of float32, which carries the values.
     """
@@ -19,7 +19,7 @@ class Spec:
     accumulate: Format
     kahan: bool = False
     chunk: int = 0
-    """Products a partial sum takes before it is added to the total; 0: all of them."""
+    """Number of products that a partial sum takes before it is added to the total; 0: all of them."""
 
     def __post_init__(self) -> None:
         for fmt in (self.fmt, self.accumulate):
@@ -31,17 +31,17 @@ class Spec:
 
     @property
     def odd_product(self) -> bool:
-        """Say whether a float32 product of two numbers of ``fmt`` can be inexact, so that it must be rounded to odd."""
+        """Return whether a float32 product of numbers of ``fmt`` can be inexact, so that it must be rounded to odd."""
         if self.fmt == FP32:
             return False
         return self.fmt.mantissa_bits > 11 or self.fmt.smallest_subnormal**2 < 2.0**-149 or self.fmt.largest**2 > 3e38
 
     @property
     def odd_sum(self) -> bool:
-        """Say whether rounding a float32 sum could round twice.
+        """Return whether rounding a float32 sum could round twice.
 
-        It cannot where both addends have at most q significant bits and 24 >= 2 q + 2 (Figueroa 1995), and the sum of
-        two small ones is a multiple of the accumulator's smallest number.
+        It cannot if both addends have at most q significant bits, 24 >= 2 q + 2 (Figueroa 1995), and the sum of two
+        small addends is a multiple of the accumulator's smallest number.
         """
         if self.accumulate == FP32:
             return False

@@ -1,4 +1,4 @@
-"""The Triton kernel: a tile of sums in registers, products and partial sums rounded in integer arithmetic."""
+"""Run the Triton kernel: a tile of sums in registers, with products and partial sums rounded in integer arithmetic."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _matmul_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    tiles = tl.cdiv(n, COLUMNS)  # one dimension of programs: the second has no more than 65,535
+    tiles = tl.cdiv(n, COLUMNS)  # one dimension of programs, because the second is limited to 65,535
     i = (tl.program_id(0) // tiles) * ROWS + tl.arange(0, ROWS)
     j = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
     s = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
@@ -123,7 +123,7 @@ def _flags(spec: Spec) -> dict[str, object]:
 
 
 def matmul(a: Tensor, b: Tensor, spec: Spec) -> Tensor:
-    """Multiply as `reference.matmul`, same bits."""
+    """Return the product with the bits of `reference.matmul`."""
     a, b = a.contiguous(), b.contiguous()
     (m, depth), n = a.shape, b.shape[1]
     out = torch.empty(m, n, dtype=torch.float32, device=a.device)

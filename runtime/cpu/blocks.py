@@ -1,4 +1,4 @@
-"""The CPU implementations of ``fxprec::store_blocks`` and ``fxprec::load_blocks``."""
+"""Implement ``fxprec::store_blocks`` and ``fxprec::load_blocks`` on CPUs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _library() -> ctypes.CDLL:
 def store_blocks(
     x: torch.Tensor, seed: torch.Tensor | None, whole: torch.Tensor | None, row: int, format: str
 ) -> torch.Tensor:
-    """Return the records of ``x``, its elements in row-major order, (blocks, bytes) uint8."""
+    """Return the records of ``x``, with its elements in row-major order, (blocks, bytes) uint8."""
     fmt, count = find_blocks(format), x.numel()
     native.check_readable("x", x)
     x = x.to(torch.float32).contiguous().resolve_neg()
@@ -49,7 +49,7 @@ def store_blocks(
 def load_blocks(
     q: torch.Tensor, whole: torch.Tensor | None, row: int, format: str, elements: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the first ``elements`` numbers, (elements,)."""
+    """Return the first ``elements`` numbers of stored records, (elements,)."""
     fmt = find_blocks(format)
     size = -(-elements // fmt.block) * (fmt.head_bytes + fmt.code_bytes)
     at = native.address("q", q, torch.uint8, size)

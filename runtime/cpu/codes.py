@@ -1,8 +1,8 @@
-"""Count statistics of stored tensors from their codes, where the loop that stored them counted nothing.
+"""Count statistics of stored tensors from their codes, if the loop that stored them counted nothing.
 
-A number counts as overflow where its code is the code of an overflow: inf, NaN, or the largest number of a format
-that saturates. Numbers within half a unit below the largest have that code too. The largest magnitude is that of the
-largest code, less the scale it was stored with. Numbers that were rounded to zero are not known.
+A number counts as overflow if its code is that of an overflow: inf, NaN, or the largest number of a format that
+saturates. Numbers within half a unit below the largest number have that code too. The largest magnitude is that of the
+largest code, without the scale with which it was stored. Codes do not show which numbers were rounded to zero.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def _library() -> ctypes.CDLL:
 
 
 def count_codes(stored: Sequence[torch.Tensor], formats: Sequence[Format], exps: Sequence[int]) -> torch.Tensor:
-    """Return `Counts` of tensors stored in 8 or 16 bits, one row after another, float64.
+    """Return the `Counts` of tensors stored in 8 or 16 bits, one row after another, float64.
 
-    ``exps`` are the exponents of the scales that they are stored with.
+    ``exps`` are the exponents of the scales with which they are stored.
     """
     fields = []
     for q, fmt, exp in zip(stored, formats, exps, strict=True):
@@ -43,11 +43,11 @@ def count_codes(stored: Sequence[torch.Tensor], formats: Sequence[Format], exps:
     return rows
 
 
-_structs: dict[Format, cpp.CFormat] = {}  # which C++ reads where they lie
+_structs: dict[Format, cpp.CFormat] = {}  # kept here, because C++ reads them by address
 
 
 @cache
 def _form(fmt: Format) -> tuple[int, int]:
-    """Return where the format's struct lies, and the bytes of a code."""
+    """Return the address of the format's struct, and the bytes of a code."""
     struct = _structs.setdefault(fmt, cpp.c_format(fmt))
     return ctypes.addressof(struct), fmt.code_dtype.itemsize

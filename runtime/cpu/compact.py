@@ -1,9 +1,9 @@
 """Allocate torch's CPU tensors close together, so that a process holds little more than its live bytes.
 
-malloc places a tensor into any hole that fits, between all that a compiler left behind: a step with 28 MB live at its
-peak made a process grow by 92 MB. Here tensors of 16 KiB and more come from one region of addresses, each at the lowest
-place that fits. Pages without a tensor stay for the next step, as many as there are live bytes, or 64 MiB. When there
-are more, the highest pages go back to the system as a tensor is freed.
+malloc places a tensor into any hole that fits, among everything that a compiler left behind: a step with 28 MB live at
+its peak made a process grow by 92 MB. Here tensors of 16 KiB and more come from one region of addresses, each at the
+lowest place that fits. Pages without a tensor stay for the next step, up to the number of live bytes, or 64 MiB if that
+is more. Beyond that, the highest pages go back to the system when a tensor is freed.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class Sizes(NamedTuple):
 
     live: int
     end: int
-    """Bytes up to the end of the highest tensor. The difference to ``live`` is holes."""
+    """Bytes up to the end of the highest tensor; those beyond ``live`` are holes."""
     idle: int
     """Bytes of pages that hold no tensor and may still be resident."""
 
 
 def is_installed() -> bool:
-    """Say whether new CPU tensors of the process lie close together."""
+    """Return whether new CPU tensors of the process are allocated in the region."""
     return _library.cache_info().currsize > 0 and bool(_library().fxprec_compact_is_installed())
 
 
 def install() -> str | None:
-    """Have new CPU tensors of the whole process lie close together; return why that cannot be, or None.
+    """Allocate new CPU tensors of the whole process in the region; return why that is impossible, or None.
 
-    Once done it does nothing. A child of ``fork`` keeps the allocator.
+    A further call does nothing. A child of ``fork`` keeps the allocator.
     """
     if sys.platform != "linux":
         return f"it is written for Linux, and this is {sys.platform}"
@@ -63,24 +63,24 @@ def install() -> str | None:
 
 
 def uninstall() -> None:
-    """Have new tensors come from the system again; those in the region stay there."""
+    """Allocate new tensors by the system again; tensors in the region stay there."""
     _library().fxprec_compact_uninstall()
 
 
 def sizes() -> Sizes:
-    """Return what the region holds; nothing where it was never installed."""
+    """Return the bytes in the region; zeros if the allocator was never installed."""
     out = (ctypes.c_int64 * 3)()
     _library().fxprec_compact_sizes(out)
     return Sizes(*out)
 
 
 def trim() -> None:
-    """Give the system every page back that holds no tensor."""
+    """Give every page without a tensor back to the system."""
     _library().fxprec_compact_trim()
 
 
 def hold(seconds: float) -> None:
-    """Hold the region's lock, as a thread in the middle of a call does: for tests of what a fork meets."""
+    """Hold the region's lock for a time, as a thread in the middle of a call does; for tests of fork."""
     _library().fxprec_compact_hold(seconds)
 
 

@@ -1,4 +1,4 @@
-"""The CPU implementation of ``fxprec::laid_out``."""
+"""Implement ``fxprec::laid_out`` on CPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _library() -> ctypes.CDLL:
 def laid_out(x: torch.Tensor, dtype: torch.dtype, channels_last: bool) -> torch.Tensor:
     """Return ``x`` (n, channels, height, width) as ``dtype``, channels-last or contiguous.
 
-    A compiled kernel turns it from one of these into the other, of float32 and bfloat16; all else torch copies.
+    A compiled kernel converts one of these layouts into the other, for float32 and bfloat16. torch copies all else.
     """
     native.check_readable("x", x, dim=4)
     y = torch.empty(x.shape, dtype=dtype, device=x.device, memory_format=_FORMATS[channels_last])

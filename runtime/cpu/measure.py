@@ -1,4 +1,4 @@
-"""Moments of a dense float32 tensor on the CPU, in steps that measure; elsewhere they cost nothing."""
+"""Compute the moments of a dense float32 tensor on a CPU, in steps that measure; other steps pay nothing."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ Moments: TypeAlias = tuple[float, float, float, float]
 
 
 def wanted_moments(x: torch.Tensor, entries: Sequence[int]) -> Moments | None:
-    """Return the moments of dense float32 ``x`` where row ``entries`` of the table wants them."""
+    """Return the moments of dense float32 ``x``, or None if row ``entries`` of the table does not ask for them."""
     if not entries[MEASURE]:
         return None
     return moments_of(x, float(x.detach().abs().max()) if x.numel() else 0.0)
 
 
 def with_moments(counts: torch.Tensor, moments: Moments | None) -> torch.Tensor:
-    """Fill in the moments that a storing kernel leaves open; ``counts`` is a row of `Counts`."""
+    """Fill in the moments that a storing kernel leaves out; ``counts`` is a row of `Counts`."""
     if moments is not None:
         counts[_NONZERO : _NONZERO + len(moments)] = torch.tensor(moments, dtype=torch.float64, device="cpu")
     return counts
 
 
 def moments_of(x: torch.Tensor, amax: float) -> Moments:
-    """Return what `reference_ops.measured_moments` does, within float32's accuracy."""
+    """Return the moments of `reference_ops.measured_moments`, within float32's accuracy."""
     if not 0.0 < amax < math.inf or not x.numel():
         return (0.0, 0.0, 0.0, 0.0)
-    # Squares are taken relative to the largest, logs relative to 2^-20 of it: neither underflows nor cancels.
+    # Squares are relative to the largest magnitude, logs to 2^-20 of it, so that neither underflows nor cancels.
     _, exponent = math.frexp(amax)
     unit, shift = max(-126, min(127, -exponent)), exponent - 20
     out = (ctypes.c_double * 4)()

@@ -1,7 +1,7 @@
-"""The CPU implementations of ``fxprec::store``, ``fxprec::round`` and ``fxprec::load``.
+"""Implement ``fxprec::store``, ``fxprec::round`` and ``fxprec::load`` on CPUs.
 
 The kernels are plain loops over dense memory, compiled once by Inductor's own C++ builder (its compiler, flags and
-disk cache). Strides are kept, so channels-last tensors stay so.
+disk cache). Strides are kept, so channels-last tensors stay channels-last.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _kernel(name: str, fmt: Format) -> Any:
 
 
 def _dense(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``x`` as a tensor whose memory can be walked front to back, with the strides its fake result promises."""
+    """Return ``x`` in dense memory and in ``dtype``, with the strides that its fake result promises."""
     native.check_readable("x", x)
     if torch.ops.aten.is_non_overlapping_and_dense(x):
         return x.to(dtype).resolve_neg()
@@ -66,7 +66,7 @@ def store(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (codes, rounded float32 values or an empty tensor, counts (10,) float64).
 
-    The values keep the scale they are stored with; ``keep`` keeps infinities among them.
+    The values keep the scale with which they are stored; ``keep`` keeps infinities among the values.
     """
     x = _dense(x, torch.float32)
     values = empty_like(x, x.dtype) if value else None
@@ -77,7 +77,7 @@ def store(
 def store_(
     x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `store`, and write the rounded values over dense float32 ``x``."""
+    """Run `store` and write the rounded values over dense float32 ``x``; return the codes and the counts."""
     return _store(x, x, table, row, parse(format), storage, keep)
 
 
@@ -97,14 +97,14 @@ def _store(
 
 
 def _code_dtype(codes: torch.Tensor, fmt: Format) -> torch.dtype:
-    """Return the dtype that codes of ``fmt`` have: the hardware's own, if ``codes`` are of it, or an integer."""
+    """Return the dtype of codes of ``fmt``: the hardware's own if ``codes`` has that dtype, else an integer."""
     return codes.dtype if codes.dtype == fmt.torch_dtype else fmt.code_dtype
 
 
 def round_values(
     x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (rounded float32 values, counts); in ``simulate`` the table's row is the format."""
+    """Return (rounded float32 values, counts); in ``simulate`` the table's row defines the format."""
     x = _dense(x, torch.float32)
     values = empty_like(x, x.dtype)
     return values, _round(x, values, table, row, parse(format), storage, keep)
@@ -133,7 +133,7 @@ def _round(
 
 
 def load(q: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
-    """Return the float32 values of stored codes, less the row's scale exponent."""
+    """Return the float32 values of stored codes, with the row's scale taken off."""
     fmt = parse(format)
     q = _dense(q, q.dtype)
     count = q.numel()

@@ -1,4 +1,4 @@
-"""Parameters of a cast for the CPU kernels: the C struct of ``kernels.cpp``."""
+"""Make the parameters of a cast for the CPU kernels: the C struct of ``kernels.cpp``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxprec.numerics.rows import INFINITY, row_of
 
 
 class Params(ctypes.Structure):
-    """Mirrors ``struct Params``."""
+    """The parameters of one cast; mirrors ``struct Params``."""
 
     _fields_ = (
         ("format", CFormat),
@@ -24,10 +24,10 @@ class Params(ctypes.Structure):
 
 
 def params_of_row(entries: Sequence[int], *, carried: int = 0, keep: bool = False) -> Params:
-    """Return what ``fxprec_round`` needs, from the first columns of a row of the scale table (`FormatRow`).
+    """Return the parameters of ``fxprec_round`` from the first columns of a row of the scale table (`FormatRow`).
 
-    ``carried`` is the scale exponent of what comes in. ``keep`` keeps infinities among the values, whatever the format
-    makes of them.
+    ``carried`` is the scale exponent of the incoming tensor. ``keep`` keeps infinities among the values, whatever the
+    format makes of them.
     """
     return _params_of_row(tuple(entries), carried, keep)
 
@@ -40,7 +40,7 @@ def _params_of_row(entries: tuple[int, ...], carried: int, keep: bool) -> Params
 
 @lru_cache(maxsize=4096)
 def params_of(fmt: Format, scale_exp: int = 0, unscale_exp: int = 0, *, carried: int = 0, keep: bool = False) -> Params:
-    """Return what the packing kernels need for ``fmt``; see `params_of_row`. ``unscale_exp`` is taken off in loads."""
+    """Return the packing kernels' parameters for ``fmt``; see `params_of_row`. Loads take ``unscale_exp`` off."""
     return _params(c_format(fmt), scale_exp, unscale_exp, carried, keep)
 
 

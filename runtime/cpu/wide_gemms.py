@@ -1,7 +1,7 @@
-"""The CPU implementations of ``fxprec_wide``: 16-bit GEMMs in float32, a block of the operands at a time.
+"""Implement ``fxprec_wide`` on CPUs: 16-bit GEMMs in float32, one block of the operands at a time.
 
-Blocks fit a core's cache, so converting them costs a twentieth of multiplying them. torch's own kernels for 16-bit
-operands convert element by element and take 40 to 100 times as long as float32 (AVX2, torch 2.13).
+Blocks fit a core's cache, so converting them takes a twentieth of the time to multiply them. torch's own kernels for
+16-bit operands convert element by element and take 40 to 100 times as long as float32 (AVX2, torch 2.13).
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def attention_backward(
     for heads in _heads(query):
         found = operator(*map(heads, tensors), dropout_p, is_causal, attn_mask=heads(attn_mask), scale=scale)
         heads.store(results, found)
-        del found  # before the next ones are made
+        del found  # freed before the next results are allocated
     return results
 
 
@@ -137,17 +137,17 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     for k in _slices(a.shape[1], BLOCK):
         x, y = a[:, k].float(), b[k].float()
         total = x @ y if total is None else total.addmm_(x, y)
-        del x, y  # before the next ones are made
+        del x, y  # freed before the next copies are allocated
     return a.new_zeros(a.shape[0], b.shape[1], dtype=torch.float32) if total is None else total
 
 
 def _scaled_sum(bias: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
     scaled = product if alpha == 1 else product.mul_(alpha)
-    return scaled if beta == 0 else scaled.add_(bias.float(), alpha=beta)  # as ATen: of beta 0 the bias is not read
+    return scaled if beta == 0 else scaled.add_(bias.float(), alpha=beta)  # ATen does not read the bias if beta is 0
 
 
 def _part(bias: Tensor, rows: slice, columns: slice) -> Tensor:
-    """Return what belongs to a block; dimensions that are broadcast stay as small as they are."""
+    """Return the bias of a block; broadcast dimensions keep their size of 1."""
     parts = zip((rows, columns)[2 - bias.dim() :], bias.shape, strict=True)
     return bias[tuple(part if size > 1 else slice(None) for part, size in parts)]
 
@@ -163,7 +163,7 @@ def _slices(size: int, step: int) -> Iterator[slice]:
 
 
 def _pieces(count: int, elements: int) -> Iterator[slice]:
-    """Iterate over ``count`` items of so many elements, as many at once as may be converted."""
+    """Iterate over slices of ``count`` items of ``elements`` each; a slice has as many as may be converted at once."""
     return _slices(count, max(1, ELEMENTS // max(elements, 1)))
 
 
@@ -174,7 +174,7 @@ class _Heads:
         self.index = (batches, heads)
 
     def of(self, x: Tensor) -> Tensor:
-        """Return the view; a dimension of size 1 is broadcast, and a mask may have neither."""
+        """Return the view of these heads. A dimension of size 1 is broadcast; a mask may lack both dimensions."""
         if x.dim() < 3:
             return x
         return x[tuple(i if size > 1 else slice(None) for i, size in zip(self.index, x.shape, strict=False))]
@@ -195,7 +195,7 @@ def _heads(query: Tensor) -> Iterator[_Heads]:
 
 
 def _empty_results(operator: OpOverload, first: Tensor, /, *args: object, **options: object) -> tuple[Tensor, ...]:
-    """Return tensors with the shapes, strides and dtypes that the operator promises, and nothing in them."""
+    """Return uninitialised tensors with the shapes, strides and dtypes that the operator promises."""
     promised = _promised(operator, first, *args, **options)
     return tuple(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=first.device) for x in promised)
 
@@ -209,7 +209,7 @@ def _on_meta(x: object) -> Any:
 
 
 def _whole(operator: OpOverload) -> Callable[..., Tensor]:
-    """Return the operator on whole float32 copies, for vectors."""
+    """Return a function that runs the operator on whole float32 copies, for vectors."""
 
     def run(first: Tensor, *args: object, **options: object) -> Tensor:
         rest = (a.float() if isinstance(a, Tensor) else a for a in args)
