@@ -1,4 +1,4 @@
-"""Events of a training run: promotions, scale changes, fallbacks."""
+"""Record the events of a training run: promotions, scale changes, fallbacks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ MAX_EVENTS = 10_000  # scales change throughout training; beyond this, the oldes
 class Event:
     """One event of a run, with the step and the site it concerns.
 
-    Kinds of compiling: "promotion", "fallback", "relowering", "replanned" (a plan that exceeds its budget as compiled),
-    "unplanned" (a graph left as it is), "uncompiled" (code that Dynamo leaves to Python), "machine" (the processor
-    lacks an instruction), "allocator" (the process uses another from now on), "untried" (a torch or Triton newer than
-    this release knows). Kinds of training: "nonfinite" and "nan" (an inf or a NaN of the forward pass was stored as a
-    number), "left-range" (the first tensor that left its range), "relinked" (a layer's gradient is sent in other bits,
-    because the link has changed), "alert" (a tensor breaks a rule of the user's). ``watch_every`` adds "biased" (a
-    rounding is off on average) and "logit-growth" (attention's logits grow). Kinds of gradient scales: "scale" (a scale
-    changed; also that of a stored copy), "unscaled" (what steps without measured scales lost) and "clamp" (float32
-    cannot hold the scale that is needed).
+    Kinds of compiling are "fallback", "relowering", "replanned" (a plan exceeds its budget as compiled), "unplanned" (a
+    graph left as it is), "uncompiled" (code that Dynamo leaves to Python), "machine" (the processor lacks an
+    instruction), "allocator" (the process uses another from now on) and "untried" (torch or Triton is newer than this
+    release knows). Kinds of training are "promotion", "nonfinite" and "nan" (an inf or a NaN of the forward pass was
+    stored as a number), "left-range" (the first tensor that left its range), "relinked" (a layer's gradient is sent in
+    other bits, because the link has changed) and "alert" (a tensor breaks a rule of the user's). ``watch_every`` adds
+    "biased" (a rounding is off on average) and "logit-growth" (attention's logits grow). Kinds of scales are "scale" (a
+    scale changed), "unscaled" (what steps without measured scales lost) and "clamp" (float32 cannot hold the scale that
+    is needed).
     """
 
     step: int

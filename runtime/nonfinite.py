@@ -180,7 +180,7 @@ class _Series:
     def out_since(self, end: float) -> int | None:
         """Return the step since which the tensor has been out of its range, or at its ``end``.
 
-        None if it is within, or if it was finite and out of range from the first kept step on.
+        None if it is within. Finite values that were out of range from the first kept step on do not count.
         """
         rows = self._table
         amax, finite = rows[:, 1], np.isfinite(rows[:, 1])

@@ -155,7 +155,7 @@ def counts(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch
 
 
 def measured_moments(x: torch.Tensor) -> tuple[float, float, float, float]:
-    """Return the number of non-zero elements, the sum of squares, and their sums of ln|x| and of its square."""
+    """Return the non-zero count, the sum of squares, and the sums of ln|x| and ln|x|^2 over non-zero elements."""
     wide = x.detach().double().abs()
     nonzero = wide[wide > 0]
     logs = nonzero.log()

@@ -59,7 +59,7 @@ class SiteStats(NamedTuple):
 
     @property
     def is_measured(self) -> bool:
-        """Say whether the step measured moments."""
+        """Return whether the step measured moments."""
         return self.nonzero_ratio >= 0
 
 

@@ -3,7 +3,7 @@
 Steps come in periods of `PERIOD`. After the first step, in which DDP builds its buckets, `MEASURED` steps record when
 gradients are ready. The last of them also takes their statistics. The step after that measures the link. It makes a
 plan if there is none yet, if the link has changed, or if gradients have changed so that the plan in force rounds too
-much. Then this plan and plans of one width for all layers are tried in turn, a step each, and the fastest stays: no
+much. Then this plan and plans of one width for all layers are tried in turn, a step each. The fastest stays, because no
 model knows what threads and processes that share cores cost. Every input of these decisions is reduced over ranks.
 Every rank plans by itself, and ranks compare their plans.
 """

@@ -1,4 +1,4 @@
-"""Dettmers' four 8-bit data types as tables of 128 sorted magnitudes.
+"""List Dettmers' four 8-bit data types as tables of 128 sorted magnitudes.
 
 Source: Dettmers 2016, section 3.1 and figure 1; the splits are those of docs/algorithms.md, "8-bit data types". A code
 has one sign bit and seven bits of magnitude. To add a type, add a function that lists its magnitudes.

@@ -33,7 +33,7 @@ class Coder:
         return self.wire.decode(codes, bounded=self.bounded)
 
     def round(self, values: Tensor) -> Tensor:
-        """Return values rounded to the wire format, stochastically with a generator; the format's rule on overflow."""
+        """Return values rounded to the wire format, stochastically with a generator; overflow follows the format."""
         if self.generator is not None:
             return self.wire.decode(self.wire.encode(values, generator=self.generator))
         return self.values_of(self.codes_of(values))

@@ -1,10 +1,10 @@
-// Byte codes of gradients, one pass over memory each: largest magnitude, scale and encode, sum of coded rows, look-up.
+// Loops over byte codes of gradients, one pass over memory each: largest magnitude, scale and encode, sum, look-up.
 //
-// One thread each: the exchange runs its stages on threads of their own. Integer arithmetic decides every rounding.
+// Each uses one thread, because the exchange runs its stages on threads of their own. Integer arithmetic rounds.
 /*CODEC*/
 extern "C" {
 
-// Bits of the largest magnitude; above infinity's where there is a NaN.
+// Returns the bits of the largest magnitude, above those of infinity if there is a NaN.
 int32_t aps_largest(const float* x, int64_t n) {
   int32_t largest = 0;
 #pragma omp simd reduction(max : largest)
@@ -22,8 +22,8 @@ void aps_encode(const float* x, uint8_t* out, int64_t n, float first, float seco
   for (int64_t i = 0; i < n; ++i) out[i] = static_cast<uint8_t>(codes(x[i] * first * second, f));
 }
 
-// Codes of x * first * second in a table of 128 magnitudes. The upper 15 bits of the magnitude name a cell with at most
-// one border in it: `below` is the code up to the border, `above` the one past it.
+// Codes of x * first * second in a table of 128 magnitudes. The upper 15 bits of the magnitude select a cell with at
+// most one border in it: `below` is the code up to the border, `above` the code past it.
 void aps_encode_table(const float* x, uint8_t* codes, int64_t n, float first, float second, const uint8_t* below,
                       const uint8_t* above, const float* borders) {
   for (int64_t i = 0; i < n; ++i) {
@@ -54,8 +54,9 @@ void aps_look_up(const uint8_t* codes, int64_t n, const float* table, float* val
   for (int64_t i = 0; i < n; ++i) values[i] = table[codes[i]];
 }
 
-// Each block of x times `before`, times the Hadamard matrix, times `after`. A stage adds and subtracts the halves and
-// interleaves the results, so the next stage's halves are the next bit's; the last one's are in the matrix's order.
+// Multiplies each block of x by `before`, the Hadamard matrix, and `after`. A stage adds and subtracts the halves and
+// interleaves the results, so the next stage's halves are those of the next bit. The last results are in the matrix's
+// order.
 void aps_hadamard(float* x, int64_t n, int64_t block, const float* before, const float* after) {
   float buffers[2][4096];
   const int64_t half = block / 2;

@@ -1,4 +1,4 @@
-"""The plan of a link, as plain data and as a file: how many bits each layer's gradient is sent in."""
+"""Define the plan of a link, as plain data and as a file: how many bits each layer's gradient is sent in."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ IN_RING = 2
 ALL_REDUCE_SENDS = 2 * IN_RING
 """Messages that a rank sends in an all-reduce for each other rank."""
 STANDING = 19
-"""Factor by which an error that repeats counts more than an error that each step draws anew: momentum of 0.9 averages
+"""Factor by which an error that repeats counts more than an error that each step draws anew. Momentum of 0.9 averages
 the square of the latter to 1 / 19. Low rank misses about the same part of a gradient in the next step."""
 
 
@@ -84,11 +84,11 @@ class Width:
 
     @property
     def exchanges(self) -> int:
-        """Return the number of exchanges of a part; by nodes with those inside, and of exponents over all ranks."""
+        """Return the number of exchanges of a part, by nodes including those inside and that of exponents."""
         return self.messages + 2 * self.by_nodes + (self.sends_to_all > 0)
 
     def roundings(self, ranks: int, passes: int) -> float:
-        """Return the mean's squared error, at most, over that of one rounding of one rank's gradient.
+        """Return the mean's squared error, at most, relative to that of one rounding of one rank's gradient.
 
         Ranks round independently, so the error of their mean is 1 / ranks of one rank's error. The sum of k ranks is at
         most k times as long as one gradient. A ring rounds the sum for each k from 2 on; otherwise only the last sum is

@@ -18,7 +18,7 @@ from typing import Any
 from fxprec.errors import LostRankError
 from fxprec.numerics import native
 
-EVERY, GRACE = 0.5, 4.0  # seconds
+EVERY, GRACE = 0.5, 4.0  # seconds between looks at the store, and seconds that ranks have to answer
 _numbers = count()
 
 

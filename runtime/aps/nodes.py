@@ -1,7 +1,7 @@
 """Exchange inside of a node: each rank averages a chunk over the node, and later sends the chunk's mean to the node.
 
-A node of k ranks then sends 2 (G - 1) / G elements per element of a bucket to G - 1 other nodes; k rings or
-all-to-alls over all ranks would send up to k times as many (docs/aps.md).
+A node of k ranks then sends 2 (G - 1) / G elements per element of a bucket to G - 1 other nodes. With k rings or
+all-to-alls over all ranks, a node would send up to k times as many (docs/aps.md).
 """
 
 from __future__ import annotations

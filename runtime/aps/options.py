@@ -1,4 +1,4 @@
-"""Options of the gradient exchange: validated, and comparable between ranks."""
+"""Define the options of the gradient exchange: validated, and comparable between ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class APSOptions:
     the plan says which layers do. With ``format`` and ``kahan``: ranks per group of the paper's hierarchical
     all-reduce. None is one ring of all ranks."""
     rounding: Rounding = "nearest"
-    """``stochastic`` is seeded by (seed, step, bucket, rank); all ranks receive the same values."""
+    """``stochastic`` is seeded by (seed, step, bucket, part, rank); all ranks receive the same values."""
     error_feedback: bool = False
     """Add to the next step's gradient what this rank's rounding lost in this step: of its gradients, and with
     ``accumulate='fp32'`` also of the sums that it owns."""

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kLanes = 64;  // columns worked on at a time
 
-// kPlain: saturating, a mantissa bit to break ties, no inf or NaN among the operands.
+// kPlain: formats saturate and have a mantissa bit to break ties, and no operand is inf or NaN.
 template <bool kPlain>
 FXPREC_INLINE float rounded(float x, const Rounding& r) {
   if (kPlain) return nearest_finite(x, r.format);
@@ -47,7 +47,7 @@ FXPREC_INLINE float sum_to_odd(float a, float b) {
   const int32_t bits = bits_of(total), error = bits_of((a - (total - other)) + (b - other));
   const int32_t inexact = (error & kMagnitude) != 0 ? ~bits & 1 : 0;
   const int32_t moved = kPlain || (bits & kMagnitude) < kInfinity ? inexact : 0;
-  const int32_t step = ((bits ^ error) >> 31) | 1;  // away from zero where the error has the sum's sign
+  const int32_t step = ((bits ^ error) >> 31) | 1;  // away from zero if the error has the sum's sign
   return float_of(bits + (step & -moved));
 }
 
@@ -56,7 +56,7 @@ FXPREC_INLINE float plus(float a, float b, const Rounding& f) {
   return rounded<kPlain>(kOdd ? sum_to_odd<kPlain>(a, b) : a + b, f);
 }
 
-// s += p, with the compensation c where kKahan.
+// s += p, with the compensation c if kKahan.
 template <bool kPlain, bool kOdd, bool kKahan>
 FXPREC_INLINE void accumulate(float& s, float& c, float p, const Rounding& f) {
   if (!kKahan) {

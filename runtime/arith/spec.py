@@ -40,8 +40,8 @@ class Spec:
     def odd_sum(self) -> bool:
         """Return whether rounding a float32 sum could round twice.
 
-        It cannot if both addends have at most q significant bits, 24 >= 2 q + 2 (Figueroa 1995), and the sum of two
-        small addends is a multiple of the accumulator's smallest number.
+        It cannot under two conditions. Both addends have at most q significant bits, with 24 >= 2 q + 2 (Figueroa
+        1995). The sum of two small addends is a multiple of the accumulator's smallest number.
         """
         if self.accumulate == FP32:
             return False

@@ -1,5 +1,5 @@
-// Block formats: a pass over memory finds a block's scale, encodes its elements and packs them; another undoes it.
-// What is computed comes from fxprec/numerics/block_codec.py; here are the loops.
+// Block formats: one pass over memory finds a block's scale, encodes its elements and packs them; another decodes them.
+// The arithmetic is printed from fxprec/numerics/block_codec.py; this file has the loops.
 /*BLOCKS*/
 namespace {
 
@@ -111,7 +111,7 @@ void store(const float* x, uint8_t* out, int64_t n, const Blocks b, int32_t seed
     float filled[kMost];
     const float* from = x + k * b.block;
     const int64_t left = n - k * b.block;
-    if (left < b.block) {  // with the last element
+    if (left < b.block) {  // fill the block with copies of the last element
       for (int i = 0; i < b.block; ++i) filled[i] = from[i < left ? i : left - 1];
       from = filled;
     }

@@ -1,4 +1,4 @@
-// What was lost in stored tensors, counted from their codes.
+// Counts what storing tensors has lost, from their codes.
 /*CODEC*/
 namespace {
 
@@ -12,7 +12,7 @@ struct Codes {
   int64_t numel;
   const Format* format;
   int64_t bytes;  // of a code
-  int64_t exp;  // of the scale that they are stored with
+  int64_t exp;  // exponent of the scale with which they are stored
 };
 
 struct Found { int64_t over; int32_t largest; };

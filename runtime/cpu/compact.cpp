@@ -1,5 +1,5 @@
-// A CPU allocator of torch that keeps live tensors close together: one region of addresses, the lowest free place that
-// fits. Pages without a tensor go back to the system when they are more than what is live. See compact.py.
+// A CPU allocator of torch that keeps live tensors close together: each takes the lowest free place that fits in one
+// region of addresses. Pages without a tensor go back to the system once they exceed the live bytes. See compact.py.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
@@ -21,20 +21,20 @@
 namespace {
 
 constexpr size_t kAlignment = 64;
-constexpr size_t kLeast = 16384;  // bytes; what is smaller stays with the system
+constexpr size_t kLeast = 16384;  // bytes; smaller tensors stay with the system
 constexpr size_t kLargestSpan = size_t{1} << 40, kSmallestSpan = size_t{1} << 34;
-constexpr size_t kPage = size_t{1} << 21;  // what is given back at once: a whole huge page
-constexpr size_t kKept = size_t{1} << 26;  // bytes of free pages that the next step may find in place
-constexpr uint8_t kPriority = 1;           // torch's own has 0
+constexpr size_t kPage = size_t{1} << 21;  // bytes given back at once: a whole huge page
+constexpr size_t kKept = size_t{1} << 26;  // bytes of free pages that stay for the next step
+constexpr uint8_t kPriority = 1;           // torch's own allocator has 0
 constexpr size_t kNowhere = ~size_t{0};
 
 size_t up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
-// Free places in the order of their addresses: a treap whose nodes know the longest place below them, so that the lowest
-// place that fits is found in logarithmic time.
+// Free places in the order of their addresses: a treap whose nodes know the longest place in their subtree, so that the
+// lowest place that fits is found in logarithmic time.
 class Holes {
  public:
-  // Cuts the lowest place of that size out; kNowhere where none fits.
+  // Cuts out the lowest place of that size; returns its start, or kNowhere if none fits.
   size_t take(size_t size) {
     if (longest(root_) < size) return kNowhere;
     const Node* found = root_;
@@ -51,7 +51,7 @@ class Holes {
     root_ = join(join(below, new Node{start, length, length, next_rank()}), above);
   }
 
-  // Removes the place that begins there; returns its length, 0 where none does.
+  // Removes the place that begins there; returns its length, or 0 if none begins there.
   size_t remove(size_t start) {
     auto [below, rest] = split(root_, start);
     auto [found, above] = split(rest, start + 1);
@@ -61,7 +61,7 @@ class Holes {
     return length;
   }
 
-  // The start of the last place that begins below; kNowhere where none does.
+  // Returns the start of the last place that begins below, or kNowhere if none does.
   size_t last_below(size_t start) const {
     size_t last = kNowhere;
     for (const Node* node = root_; node != nullptr;) {
@@ -85,7 +85,7 @@ class Holes {
     return node;
   }
 
-  // Nodes below ``start``, and those from it on.
+  // Returns the nodes below ``start``, and those from ``start`` on.
   static std::pair<Node*, Node*> split(Node* node, size_t start) {
     if (node == nullptr) return {nullptr, nullptr};
     if (node->start < start) {
@@ -108,7 +108,7 @@ class Holes {
     return refreshed(above);
   }
 
-  uint64_t next_rank() {  // xorshift: ranks need no other quality than to be in no order
+  uint64_t next_rank() {  // xorshift: ranks only need to be unordered
     state_ ^= state_ << 13, state_ ^= state_ >> 7, state_ ^= state_ << 17;
     return state_;
   }
@@ -117,7 +117,7 @@ class Holes {
   uint64_t state_ = 0x9e3779b97f4a7c15;
 };
 
-// Where tensors lie, as offsets; it touches no memory.
+// The places of tensors, as offsets; this class touches no memory.
 class Places {
  public:
   size_t take(size_t size) {
@@ -143,10 +143,10 @@ class Places {
 
  private:
   Holes holes_;
-  size_t end_ = 0;  // of the highest tensor
+  size_t end_ = 0;  // end of the highest tensor
 };
 
-// Which huge pages hold a tensor, and which are idle: they held one, and may be resident.
+// The huge pages with tensors, and the idle ones: they had a tensor, and may still be resident.
 class Pages {
  public:
   void enter(size_t start, size_t size) {
@@ -174,7 +174,7 @@ class Pages {
   }
 
  private:
-  std::vector<uint32_t> tensors_;  // of each page
+  std::vector<uint32_t> tensors_;  // number of tensors in each page
   std::set<size_t> idle_;
 };
 
@@ -182,7 +182,7 @@ class Compact final : public c10::Allocator {
  public:
   explicit Compact(c10::Allocator* system) : system_(system) {}
 
-  // Takes addresses and no memory: half of those that a limited process may have.
+  // Reserves addresses without memory; of a limited process, at most half of its addresses.
   bool reserve() {
     rlimit limit{};
     getrlimit(RLIMIT_AS, &limit);
@@ -191,7 +191,7 @@ class Compact final : public c10::Allocator {
       void* found = mmap(nullptr, span_ + kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
       if (found == MAP_FAILED) continue;
       base_ = reinterpret_cast<char*>(up(reinterpret_cast<size_t>(found), kPage));
-      madvise(base_, span_, MADV_HUGEPAGE);  // advice: what the kernel refuses costs time alone
+      madvise(base_, span_, MADV_HUGEPAGE);  // only advice: if the kernel refuses, only time is lost
       return true;
     }
     return false;
@@ -199,7 +199,7 @@ class Compact final : public c10::Allocator {
 
   c10::DataPtr allocate(size_t size) override {
     void* data = size < kLeast ? nullptr : place(size);
-    if (data == nullptr) data = system_->raw_allocate(size);  // which raises where the system has no memory
+    if (data == nullptr) data = system_->raw_allocate(size);  // raises if the system has no memory
     return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
   }
 
@@ -239,7 +239,7 @@ class Compact final : public c10::Allocator {
     return data;
   }
 
-  // Makes addresses usable up to ``end``, and so asks the system for the memory, as malloc does; false where it refuses.
+  // Makes addresses usable up to ``end``, which asks the system for the memory, as malloc does; false if it refuses.
   bool open(size_t end) {
     if (end <= opened_) return true;
     end = up(end, kPage);
@@ -280,7 +280,7 @@ void Compact::release(void* data) {
 
 }  // namespace
 
-// 1 where torch's CPU tensors now come from here, 0 where another allocator has taken its place, -1 without addresses.
+// Returns 1 if torch's CPU tensors now come from here, 0 if another allocator is in its place, -1 without addresses.
 extern "C" int fxprec_compact_install() {
   if (compact == nullptr) {
     auto* made = new Compact(c10::GetAllocator(c10::DeviceType::CPU));
@@ -289,8 +289,8 @@ extern "C" int fxprec_compact_install() {
       return -1;
     }
     compact = made;
-    // A child of fork has one thread: the lock must not be another's. Nor does it keep free pages: the parent, which
-    // writes them next, would have to copy each.
+    // A child of fork has one thread, so no other thread may hold the lock. The child gives free pages back, because the
+    // parent, which writes them next, would have to copy each.
     auto in_child = [] {
       compact->give_back(0);
       compact->lock.unlock();
@@ -305,13 +305,13 @@ extern "C" int fxprec_compact_is_installed() {
   return compact != nullptr && c10::GetAllocator(c10::DeviceType::CPU) == compact;
 }
 
-// New tensors come from the system again; those there are stay.
+// New tensors come from the system again; tensors in the region stay there.
 extern "C" void fxprec_compact_uninstall() {
   if (fxprec_compact_is_installed())
     c10::SetAllocator(c10::DeviceType::CPU, compact->system(), kPriority);
 }
 
-// Live bytes, bytes up to the end of the highest tensor, bytes of pages that hold no tensor and may be resident.
+// Writes live bytes, bytes up to the end of the highest tensor, bytes of pages without a tensor that may be resident.
 extern "C" void fxprec_compact_sizes(int64_t* out) {
   out[0] = out[1] = out[2] = 0;
   if (compact == nullptr) return;
@@ -321,7 +321,7 @@ extern "C" void fxprec_compact_sizes(int64_t* out) {
   out[2] = compact->idle();
 }
 
-// Gives every page back that holds no tensor.
+// Gives back every page without a tensor.
 extern "C" void fxprec_compact_trim() {
   if (compact == nullptr) return;
   std::lock_guard<std::mutex> guard(compact->lock);

@@ -12,9 +12,9 @@ constexpr int64_t kParallelFrom = 32768;
 struct Params {
   Format format;
   int32_t infinity;     // float32 bits that infinity becomes among the values
-  int32_t carried;      // scale exponent of what comes in
+  int32_t carried;      // scale exponent of the incoming tensor
   float scale;          // 2^k
-  float unscale;        // of what is loaded
+  float unscale;        // 2^-k of loaded codes
 };
 
 struct Stats { int64_t over; int64_t under; int32_t amax; };

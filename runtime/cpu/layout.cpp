@@ -1,4 +1,4 @@
-// Matrices turned and converted: y[b, c, r] = x[b, r, c]. Conversions are torch's own.
+// Transposes and converts matrices: y[b, c, r] = x[b, r, c]. Conversions are torch's own.
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 #include <cstdint>
@@ -8,12 +8,12 @@ namespace {
 using Bfloat16 = c10::BFloat16;
 
 constexpr int64_t kParallelFrom = 32768;
-constexpr int64_t kTile = 64;  // rows by columns: what is read stays in the first cache until all of it was
+constexpr int64_t kTile = 64;  // rows and columns of a tile, whose cache lines stay in L1 until they are used up
 
 template <typename From, typename To>
 void turn_column(const From* __restrict x, To* __restrict y, int64_t rows, int64_t stride) {
   if constexpr (sizeof(To) < sizeof(From)) {
-    From column[kTile];  // only what lies in one piece is rounded by vectors
+    From column[kTile];  // torch rounds in vectors only if its input is contiguous
 #pragma omp simd
     for (int64_t r = 0; r < rows; ++r) column[r] = x[r * stride];
     at::vec::convert(column, y, rows);

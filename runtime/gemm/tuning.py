@@ -1,7 +1,7 @@
 """Find the fastest tile of the generated GEMM at a product's first run, and keep it on disk for other processes.
 
 The key of an entry has the GPU's name, the version of Triton and everything that the time depends on: sizes, layouts,
-dtypes, and formats, because decoding changes which tile is fastest.
+dtypes and formats. Formats count because decoding changes which tile is fastest.
 """
 
 from __future__ import annotations

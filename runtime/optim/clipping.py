@@ -18,7 +18,7 @@ class Clipping:
     """The norms known so far of one step's gradients, from which the factor of each gradient follows.
 
     With norm="exact" the factor is that of `torch.nn.utils.clip_grad_norm_`. With norm="last" this step's norm is not
-    known yet; it is replaced by the last step's norm, or by the gradient's own norm if that is larger.
+    known yet. The last step's norm replaces it, or the gradient's own norm if that is larger.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ inline float load(const Float16& x) {
   return float_of(value | int32_t(uint32_t(x.code & 0x8000) << 16));
 }
 
-// What is stored is a number of the format already, or inf or NaN: nothing is rounded here.
+// Values to store already are numbers of the format, or inf or NaN, so nothing is rounded here.
 inline void store(float& to, float x) { to = x; }
 inline void store(Bfloat16& to, float x) {
   const int32_t bits = bits_of(x);

@@ -54,7 +54,7 @@ def dither_bits(index: Tensor, key0: Tensor, key1: Tensor, step: Tensor, salt: i
 
     A pure function of its arguments, as `random_bits`. Over many steps these bits round up as often as independent bits
     would, at far more even distances. So an average that moves by a small part of a unit each step stays within about a
-    unit, while independent bits let it walk away (docs/optim.md, "States in fewer bits").
+    unit. Independent bits let it walk away (docs/optim.md, "States in fewer bits").
     """
     return (mix(mix(index ^ key0) + (key1 + salt)) + step * _GOLDEN) & MAGNITUDE
 

@@ -69,7 +69,7 @@ def codes_of(form: str, name: str) -> Codes:
 _MANTISSA = (1 << 23) - 1
 _ANCHOR = 1.5 * 2.0**23  # adding it to a small number of either sign rounds that to a whole number
 _ANCHOR_BITS = float_bits(_ANCHOR)
-_FIRST_DITHER = float_bits(1.0 + 2.0**-17)  # then every 2^-16: less 1.5, all lie within +-0.5, so a whole number stays
+_FIRST_DITHER = float_bits(1.0 + 2.0**-17)  # dithers are 2^-16 apart and, less 1.5, below 0.5: a whole number stays
 
 
 def bits(name: str, index: Tensor, integers: Mapping[str, Tensor]) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The fused multiply-add of the generated Triton kernels."""
+"""Define the fused multiply-add of the generated Triton kernels."""
 
 from __future__ import annotations
 

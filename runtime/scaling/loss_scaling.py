@@ -1,4 +1,4 @@
-"""One scale for all gradients, fixed or dynamic: the baseline of gradient scaling."""
+"""Keep one scale for all gradients, fixed or dynamic: the baseline of gradient scaling."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class CastStatistics:
     def cap(self, cast: Cast) -> int | None:
         """Return the largest exponent that keeps a cast from overflowing, or None where nothing was measured.
 
-        Two bounds hold, and the larger exponent of the two is enough: the largest gradient seen, with room to grow, and
+        Either of two bounds is enough, so the larger exponent counts: the largest gradient seen, with room to grow, or
         the largest that its GEMM can make.
         """
         amax = self.amax.get(cast.row)
@@ -135,7 +135,7 @@ def first_exps(graph: ScaleGraph, amax: float) -> list[int]:
 
     A cast's largest gradient is assumed to be ``amax``, the largest of those that enter the graph, times the cast's
     constant factor. If that lies in the lower half of the format's binades or in the uppermost quarter, the scale moves
-    it to the middle, because gradients may grow or shrink on the way.
+    it to the middle. Nobody knows yet how gradients grow or shrink on the way.
     """
     exps: list[int] = []
     for variable in graph.variables:
