@@ -289,8 +289,8 @@ extern "C" int fxprec_compact_install() {
       return -1;
     }
     compact = made;
-    // A child of fork has one thread, so no other thread may hold the lock. The child gives free pages back, because the
-    // parent, which writes them next, would have to copy each.
+    // A child of fork has one thread, so no other thread may hold the lock. The child gives free pages back, because
+    // the parent, which writes them next, would have to copy each.
     auto in_child = [] {
       compact->give_back(0);
       compact->lock.unlock();

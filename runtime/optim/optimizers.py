@@ -102,7 +102,7 @@ class AdamW(Stepper, torch.optim.AdamW):
 
 
 class Lion(Stepper):
-    """Lion: each weight moves by the learning rate along the sign of an average of gradients, which is all its state.
+    """Lion: each weight moves by the learning rate along the sign of an average of gradients, its only average.
 
     Source: Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", Algorithm 2. torch.optim has no Lion.
     Options beside ``lr``, ``betas`` and ``weight_decay`` (decoupled) are those of `SGD`. Raises `ConfigError`.
