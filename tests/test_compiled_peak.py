@@ -17,7 +17,7 @@ import fxprec
 from benchmarks.memory.measure import peak_bytes
 from benchmarks.memory.pairs import loops_left_out
 from fxprec.driver import joint_compilation
-from fxprec.driver.budget import ATTEMPTS, PeakBudget
+from fxprec.driver.attempts import ATTEMPTS, PeakAttempts
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.memory import CompiledPeak, PlainHalf
 from fxprec.errors import BudgetError, FxprecWarning
@@ -171,7 +171,7 @@ def budget(planned: int, of: int = 1000) -> PeakBytes:
 
 def test_a_plan_above_the_budget_is_made_again_with_what_it_holds_beyond_its_prediction() -> None:
     log = EventLog("graph 0", strict=False)
-    peak = PeakBudget(log)
+    peak = PeakAttempts(log)
     assert peak.hold(budget(990), 1090, 0) is None
     assert peak.part.beyond == 100
     assert [event.kind for event in log.events] == ["replanned"]
@@ -181,7 +181,7 @@ def test_a_plan_above_the_budget_is_made_again_with_what_it_holds_beyond_its_pre
 
 
 def test_a_budget_that_no_plan_keeps_is_an_error_that_names_the_best() -> None:
-    peak = PeakBudget(EventLog("graph 0", strict=False))
+    peak = PeakAttempts(EventLog("graph 0", strict=False))
     for extra in range(ATTEMPTS - 1, 0, -1):
         assert peak.hold(budget(990), 1000 + extra, 0) is None
     with pytest.raises(BudgetError, match=r"of 5 plans made for it the best holds 1001 bytes as compiled; raise it to"):
@@ -189,8 +189,8 @@ def test_a_budget_that_no_plan_keeps_is_an_error_that_names_the_best() -> None:
 
 
 def test_what_waits_while_other_graphs_run_is_held_to_its_part() -> None:
-    peak = PeakBudget(EventLog("graph 0", strict=False))
-    peak.take(Part(budget=1000, beside=200, waiting=450, num_graphs=2))
+    peak = PeakAttempts(EventLog("graph 0", strict=False))
+    peak.set_part(Part(budget=1000, beside=200, waiting=450, num_graphs=2))
     assert peak.hold(replace(budget(700), beside=200), 790, 530) is None
     assert (peak.part.beyond, peak.part.beyond_waiting) == (0, 30)
     assert peak.hold(replace(budget(700), beside=200), 810, 450) is None
@@ -199,7 +199,7 @@ def test_what_waits_while_other_graphs_run_is_held_to_its_part() -> None:
 
 
 def test_a_given_plan_above_its_budget_is_told_once() -> None:
-    peak = PeakBudget(EventLog("graph 0", strict=False))
+    peak = PeakAttempts(EventLog("graph 0", strict=False))
     with pytest.warns(FxprecWarning, match="peak_budget 1000 bytes: the step holds 1.07 KiB"):
         assert peak.tell(budget(990), 1100, 3).compiled == 1100
     with warnings.catch_warnings():
@@ -241,13 +241,13 @@ def test_what_waits_of_images_and_of_a_pooling_is_predicted(
 ) -> None:
     """A copy of the input, unless backward computes from the input again; of a maximum's place an offset in 8 bits."""
     seen: list[tuple[int | None, int]] = []
-    held = PeakBudget.hold
+    held = PeakAttempts.hold
 
-    def hold(self: PeakBudget, planned: PeakBytes, peak: int, waiting: int) -> PeakBytes:
+    def hold(self: PeakAttempts, planned: PeakBytes, peak: int, waiting: int) -> PeakBytes:
         seen.append((planned.waiting, waiting))
         return held(self, planned, peak, waiting)
 
-    monkeypatch.setattr(PeakBudget, "hold", hold)
+    monkeypatch.setattr(PeakAttempts, "hold", hold)
     torch.manual_seed(0)
     first, second = (nn.Conv2d(a, 16, 3, padding=1, bias=False) for a in (8, 16))
     model = nn.Sequential(first, nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), second, nn.BatchNorm2d(16), nn.ReLU())

@@ -12,7 +12,7 @@ from backend_helpers import eager_backend, mlp
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxprec import FxprecWarning, compat
-from fxprec.driver.budget import PeakBudget
+from fxprec.driver.attempts import PeakAttempts
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.memory import CompiledPeak, PlainHalf, StepMemory
 from fxprec.errors import BudgetError
@@ -96,7 +96,7 @@ def test_a_budget_leaves_workspaces_and_an_allowance_free(monkeypatch: pytest.Mo
 
 
 def test_what_libraries_take_is_part_of_the_message() -> None:
-    budget = PeakBudget(EventLog("graph 0", strict=False))
+    budget = PeakAttempts(EventLog("graph 0", strict=False))
     budget.tried = [(0, 1000 * MIB)] * 4
     planned = PeakBytes(budget=1000 * MIB, high=0, planned=900 * MIB, reserved=100 * MIB)
     with pytest.raises(BudgetError, match=r"104857600 bytes\) of it for libraries.* raise it to .*\(1153433600 bytes"):

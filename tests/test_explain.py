@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from fxprec import Plan
 from fxprec.plan.edits import as_edited
 from fxprec.plan.explain import explain
-from fxprec.plan.held import data
 from fxprec.plan.rows import PeakBytes
+from fxprec.plan.saved_tensors import data
 from fxprec.plan.shown import line
 from fxprec.report.compare import differences
 from tests.helpers import compiled, eager_backend

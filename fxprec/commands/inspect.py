@@ -129,7 +129,7 @@ def explain(
     With a name: explain a tensor's precision, the choice of lowering, or a step's memory under its budget.
     For a link's plan: list the bits of each layer's gradient, the exposed time, and the rounding error.
     """
-    from fxprec.plan import held
+    from fxprec.plan import saved_tensors
     from fxprec.plan.explain import explain as explained
     from fxprec.report.load import is_link_plan, plans_of
 
@@ -143,7 +143,7 @@ def explain(
         raise PlanError(f"{plan}: holds {len(plans)} graphs; give one of {', '.join(plans)} in it")
     (found,) = plans.values()
     if as_json and not tensor:
-        print_json(held.data(found))
+        print_json(saved_tensors.data(found))
         return
     _print_lines(explained(found, tensor), as_json=as_json)
 

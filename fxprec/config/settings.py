@@ -45,7 +45,7 @@ class Settings:
     peak_budget: PeakBudget | None
     ways: tuple[str, ...]
     """The ways to keep a value that may be used to meet a peak budget."""
-    is_compact: bool
+    wants_compact_allocator: bool
     """Whether CPU tensors should be in the compact allocator, if it can be installed."""
     grad_scaling: Scaling | None
     accumulator: Accumulator | None
@@ -67,7 +67,8 @@ class Settings:
             activation_budget=budget,
             peak_budget=None if asked.peak_budget is None else PeakBudget(asked.peak_budget),
             ways=asked.ways or DEFAULT_WAYS,
-            is_compact=asked.allocator == "compact" or (asked.allocator is None and asked.peak_budget is not None),
+            wants_compact_allocator=asked.allocator == "compact"
+            or (asked.allocator is None and asked.peak_budget is not None),
             grad_scaling=scaling if isinstance(scaling, Scaling) else NAMED[scaling],
             accumulator=accumulator,
             processor=Processor.here() if asked.cpu is None else Processor.parse(asked.cpu),

@@ -19,7 +19,7 @@ from fxprec.driver import capture, saved_state
 from fxprec.driver.compiled import CompileReport
 from fxprec.driver.event_log import EventLog, warn_user
 from fxprec.driver.graph import PlannedGraph
-from fxprec.driver.model import Layers, Model
+from fxprec.driver.model import LayerDispatcher, Model
 from fxprec.driver.option_checks import (
     tell_of_gradients_within,
     tell_of_new_versions,
@@ -122,7 +122,7 @@ class Backend(Watched):
             captured.refuse_wide_weights(self._settings.recipe)
         tell_of_gradients_within(gm, self._log)
         tell_of_other_options(self.config, captured.identity, self._log)
-        layers = Layers(self._model, captured, example_inputs)
+        layers = LayerDispatcher(self._model, captured, example_inputs)
         captured.forget_examples()
         return layers.__call__  # a bound method: debuggers such as depyf read the code of the callable
 

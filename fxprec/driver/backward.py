@@ -88,7 +88,7 @@ class InFlight:
         return calls.versions[index] if index < len(calls.versions) else None
 
 
-class Versions:
+class InputVersions:
     """The autograd versions of one forward's inputs, checked once in each backward pass (0.45 us per tensor and step).
 
     Autograd compares the versions of the tensors that it saved. A stored copy keeps its version even if the tensor
@@ -115,7 +115,7 @@ class Versions:
         self._checked = compat.backward_id()
 
 
-def check_backward(results: object, versions: Versions) -> None:
+def check_backward(results: object, versions: InputVersions) -> None:
     """Add hooks that raise `DoubleBackwardError` or `ModifiedInPlaceError` before the graph's backward runs."""
 
     def check(grad: torch.Tensor) -> None:

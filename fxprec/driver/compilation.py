@@ -27,7 +27,7 @@ from fxprec.driver import progress
 from fxprec.driver.capture import Captured
 from fxprec.driver.compiled import Compiled, Retry, Stop
 from fxprec.driver.compiler import Attempt, Compiler
-from fxprec.driver.warm_start import KnownHalf, say_again, sources
+from fxprec.driver.warm_start import KnownHalf, repeat_events, sources
 from fxprec.driver.wrappers import Run, entered, ranged
 from fxprec.passes.name_grouped import name_grouped
 from fxprec.passes.narrow_attention import narrow_attention
@@ -150,7 +150,7 @@ class Compilation(Attempt):
     def _from_cache(self, run: Run) -> Compiled:
         """Return the cached graph with ``run`` as its code, and repeat the notices that its compilation gave."""
         for half in self.found:
-            say_again(self.compiler.log, half.said, self.step)
+            repeat_events(self.compiler.log, half.said, self.step)
         known = self.found[-1].graph
         if known.plan is not None:
             log.info("%s: from the cache: %s", self.compiler.log.name, known.plan.summary())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fxprec import compat
 from fxprec.config import Settings
-from fxprec.driver.budget import PeakBudget, SavedBudget
+from fxprec.driver.attempts import PeakAttempts, SavedAttempts
 from fxprec.driver.capture import Captured
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.lowering import Lowering
@@ -36,8 +36,8 @@ class Compiler:
 
     settings: Settings
     lowering: Lowering
-    budget: SavedBudget
-    peak: PeakBudget
+    budget: SavedAttempts
+    peak: PeakAttempts
     log: EventLog
     trained: Callable[[], tuple[Plan, ...]]
     """Returns the plans of the model's training graphs, the latest last."""
@@ -94,8 +94,8 @@ class Compiler:
         return cls(
             settings=held,
             lowering=Lowering(settings.asked, device, log.notice),
-            budget=SavedBudget(held, log),
-            peak=PeakBudget(log),
+            budget=SavedAttempts(held, log),
+            peak=PeakAttempts(log),
             log=log,
             trained=trained,
             controller=controller,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fxprec import compat
 from fxprec.config.settings import PeakBudget
 from fxprec.driver import progress
-from fxprec.driver.backward import InFlight, Steps, Version, Versions, check_backward
+from fxprec.driver.backward import InFlight, InputVersions, Steps, Version, check_backward
 from fxprec.driver.capture import Captured, Parameters
 from fxprec.driver.compilation import compile_graph, look
 from fxprec.driver.compiled import Compiled, CompileReport, controller_of, copies_of, keeper_of
@@ -150,8 +150,8 @@ class PlannedGraph:
         part = Part(is_cut=is_cut) if plans_only else self._model.shared_peak.first_part(is_cut=is_cut)
         self._is_given = given is not None
         if given is None:
-            self.compiler.peak.take(part)
-        self._take(compile_graph(self.compiler, self.captured, given, 0))
+            self.compiler.peak.set_part(part)
+        self._adopt(compile_graph(self.compiler, self.captured, given, 0))
         if self._dump is not None:
             self._dump.tell = lambda detail: self._log.tell("dump", detail)
 
@@ -159,11 +159,11 @@ class PlannedGraph:
         """Compile with the plan ``given``, or solve again if None. The running code is replaced only on success."""
         step = self.step
         self.compiler.tried.clear()  # drop the times of an attempt that failed
-        self._take(compile_graph(self.compiler, self.captured, given, step))
+        self._adopt(compile_graph(self.compiler, self.captured, given, step))
         detail = f"compiled again in {self._seconds[-1]:.1f} s, {why}"
         self._log.note("relowering", self._log.name, detail, step=step)
 
-    def _take(self, compiled: Compiled) -> None:
+    def _adopt(self, compiled: Compiled) -> None:
         """Put the code and the plan in force that were just compiled."""
         is_first = not self._seconds
         plans, seconds = len(self.compiler.tried), sum(self.compiler.tried)
@@ -228,7 +228,7 @@ class PlannedGraph:
             self.compiler.updates.saw_forward(results)
         if self.controller is not None:
             if self.is_training:
-                check_backward(results, Versions(compiled.copied, self.captured.inputs, args))
+                check_backward(results, InputVersions(compiled.copied, self.captured.inputs, args))
                 if self.controller.plan.peak_bytes is not None and not compat.in_backward():
                     self._model.shared_peak.saw(self, results)
             if self._model.skips is not None:
@@ -354,7 +354,7 @@ class PlannedGraph:
         if part == replace(self.compiler.peak.part, beyond=0, beyond_waiting=0):
             return
         self.compiler.queue.forget()  # the statistics of the old plan's sites
-        self.compiler.peak.take(part)
+        self.compiler.peak.set_part(part)
         graphs = "its step" if part.num_graphs == 1 else f"{part.num_graphs} graphs of a step"
         self.compile_again(f"within the peak budget of {graphs}", None)
 

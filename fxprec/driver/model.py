@@ -11,10 +11,10 @@ from torch.nn import Parameter
 from fxprec import compat
 from fxprec.config import Settings
 from fxprec.driver import saved_state
-from fxprec.driver.budget import SharedPeak
 from fxprec.driver.capture import Captured, Parameters
 from fxprec.driver.graph import PlannedGraph
 from fxprec.driver.saved_state import GraphState, Identity, SavedGraph, Waiting
+from fxprec.driver.shared_peak import SharedPeak
 from fxprec.errors import PlanError
 from fxprec.plan import Plan
 from fxprec.report.dump_folder import DumpFolder
@@ -93,7 +93,7 @@ class Model:
             except PlanError as error:
                 mismatch = error
             else:
-                self._waiting.take(saved)
+                self._waiting.remove(saved)
                 break
         else:
             if mismatch is not None and old is None:
@@ -208,7 +208,7 @@ class Model:
             saved = _own_state(graph, waiting.fitting(graph.captured.identity, earlier))
             if saved is not None:
                 found.append((graph, saved))
-                waiting.take(saved)
+                waiting.remove(saved)
             earlier.append(graph.captured.identity)
         for graph, saved in found:
             graph.load_state(saved)
@@ -229,7 +229,7 @@ def _own_state(graph: PlannedGraph, states: Sequence[SavedGraph]) -> SavedGraph 
     return None
 
 
-class Layers:
+class LayerDispatcher:
     """The callable that Dynamo gets for one capture: it dispatches to the graph of the layer whose parameters come in.
 
     Dynamo calls one function for all equal layers of one backend, but each layer has its own plan and scales. A layer

@@ -169,7 +169,7 @@ def place_tensors(device: torch.device, settings: Settings, log: EventLog) -> No
         _process.has_asked_for_system = True
         if compact.is_installed():
             log.notice(Notice("allocator='system'", f"{_COMPACT_ALREADY}; {_APART}"))
-    elif settings.is_compact and device.type == "cpu":
+    elif settings.wants_compact_allocator and device.type == "cpu":
         _install_compact(settings, log)
     elif asked.allocator == "compact":
         why = f"it is for CPUs; on {device.type} torch's own allocator keeps blocks together"

@@ -104,7 +104,7 @@ class Waiting:
         fitting = (saved.identity for saved in self._saved if saved.identity.fits(wanted))
         return min((identity.distance(wanted) for identity in fitting), default=3)
 
-    def take(self, saved: SavedGraph) -> None:
+    def remove(self, saved: SavedGraph) -> None:
         """Remove a state that its graph has taken."""
         self._saved = [other for other in self._saved if other is not saved]
 

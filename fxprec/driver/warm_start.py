@@ -112,7 +112,7 @@ def _hash_of(paths: Iterable[Path]) -> str:
     return found.hexdigest()
 
 
-def say_again(log: EventLog, said: Sequence[Said], step: int) -> None:
+def repeat_events(log: EventLog, said: Sequence[Said], step: int) -> None:
     """Repeat the warnings and events of the compilation. Raises `FallbackError` under ``strict``, as compiling does."""
     for kind, site, detail in said:
         if kind == "fallback":

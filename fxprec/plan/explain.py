@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from fxprec.errors import PlanError, did_you_mean
 from fxprec.numerics.blocks import find_blocks
 from fxprec.numerics.formats import Format, parse
-from fxprec.plan.held import lines as held_lines
 from fxprec.plan.lines import named, one_line, place
 from fxprec.plan.rows import WAYS_SAID, HalfLowering, LoweringChoice, LoweringEstimate, PeakBytes, WholeStep
+from fxprec.plan.saved_tensors import lines as saved_tensor_lines
 from fxprec.plan.shown import line
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def explain(plan: Plan, tensor: str) -> list[str]:
 
 def overview(plan: Plan) -> list[str]:
     """Return lines on the tensors that a plan saves for backward, with format and bytes, then on each group."""
-    held = map(one_line, held_lines(plan))
+    held = map(one_line, saved_tensor_lines(plan))
     return [line([plan]), *held, "explain PLAN NAME has more: a tensor, a module, lowering, peak_budget, step_budget"]
 
 

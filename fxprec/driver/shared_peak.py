@@ -1,0 +1,125 @@
+"""Share one ``peak_budget`` between the training graphs of a step, as after a graph break."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from fxprec import compat
+from fxprec.config import Settings
+from fxprec.config.settings import PeakBudget
+from fxprec.errors import BudgetError
+from fxprec.passes.crossings.together import Together
+from fxprec.passes.notice import readable
+from fxprec.passes.part import Part
+from fxprec.plan import PeakBytes
+
+if TYPE_CHECKING:
+    from fxprec.driver.graph import PlannedGraph
+
+_MARGIN = 0.98  # share of the budget tried first, because compiled code differs a little from the prediction
+
+
+class SharedPeak:
+    """The training graphs of one model under one ``peak_budget``, and the orders in which steps call them.
+
+    After a graph break several graphs run in one step. The first step shows which; in it each graph uses as little
+    memory as it can. When the next step begins, the budget is divided so that the whole step is fastest
+    (`passes.crossings.together`), and each graph is compiled for its part.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._asked = settings.peak_budget
+        self._graphs: dict[int, PlannedGraph] = {}
+        self._calls: list[tuple[int, Callable[[], Any]]] = []  # graph, weak reference to its autograd node
+        self._is_backward = False
+        self._known: list[tuple[int, ...]] = []
+
+    def first_part(self, *, is_cut: bool) -> Part:
+        """Return the budget part of a new graph. ``is_cut``: another graph follows in the step."""
+        is_one_of_several = is_cut or (self._waits() and not self._is_backward)
+        return Part(is_provisional=self._asked is not None and is_one_of_several)
+
+    def saw(self, graph: PlannedGraph, results: object) -> None:
+        """Note that a training graph ran forward."""
+        if self._asked is None:
+            return
+        found = next(((r, node) for r in _tensors(results) if (node := _compiled_node(r)) is not None), None)
+        if found is None:
+            return
+        self._waits()
+        self._graphs[graph.index] = graph
+        self._calls.append((graph.index, weakref.ref(found[1])))
+        compat.on_gradient(found[0], self._saw_backward)
+
+    def forget(self) -> None:
+        """Forget all graphs and calls, because the compiled code is no longer called."""
+        self._graphs, self._calls, self._known, self._is_backward = {}, [], [], False
+
+    def _saw_backward(self, grad: torch.Tensor) -> None:
+        self._is_backward = True
+
+    def _waits(self) -> bool:
+        """Forget calls whose results are freed, as no backward will come. Return whether calls await their backward."""
+        if not self._is_backward:
+            self._calls = [(index, node) for index, node in self._calls if node() is not None]
+        return bool(self._calls)
+
+    def begin(self) -> None:
+        """Divide the budget between the graphs of the last step, if this forward begins a new step.
+
+        A forward begins a new step if a backward has run. Raises `BudgetError` if the graphs do not fit together.
+        """
+        asked = self._asked
+        if asked is None or not self._is_backward:
+            return
+        calls = tuple(index for index, _ in self._calls)
+        self._calls, self._is_backward = [], False
+        if not calls or calls in self._known:
+            return
+        self._known.append(calls)
+        if len(calls) > 1 or self._graphs[calls[0]].compiler.peak.part.is_provisional:
+            self._share(asked)
+
+    def _share(self, asked: PeakBudget) -> None:
+        numbers = dict.fromkeys(index for calls in self._known for index in calls)
+        graphs = {index: self._graphs[index] for index in numbers}
+        peaks = {index: peak for index, graph in graphs.items() if (peak := graph.peak_with_points()) is not None}
+        if len(peaks) < len(graphs):  # one plan was given by a file or checkpoint, so all plans stay as they are
+            return
+        for index, part in self._parts(asked, graphs, peaks).items():
+            graphs[index].take_part(part)
+
+    def _parts(
+        self, asked: PeakBudget, graphs: Mapping[int, PlannedGraph], peaks: Mapping[int, PeakBytes]
+    ) -> Mapping[int, Part]:
+        gradients = {index: graph.captured.gradient_bytes(graph.compiler.stepped) for index, graph in graphs.items()}
+        together = Together({i: peak.points for i, peak in peaks.items()}, self._known, gradients)
+        budget = asked.bytes_of(together.peak({i: peak.points[0] for i, peak in peaks.items()}))
+        room = budget - max(peak.reserved for peak in peaks.values())
+        chosen = together.within(_MARGIN * room) or together.within(room)
+        if chosen is None:
+            least = together.least()
+            of = "the training graph" if len(graphs) == 1 else f"the {len(graphs)} training graphs of a step together"
+            raise BudgetError(
+                f"peak_budget is {readable(budget)} for {of}, and the "
+                f"least peak found holds {readable(least)}; raise it to {readable(least)}, take a smaller batch, or "
+                "compile the model without graph breaks"
+            )
+        return together.parts(chosen, budget)
+
+
+def _compiled_node(result: torch.Tensor) -> Any:
+    """Return the autograd node of the compiled function behind a result, or None. Skips views that AOTAutograd adds."""
+    node = result.grad_fn
+    while node is not None and not isinstance(node, BackwardCFunction):
+        node = next((before for before, _ in node.next_functions if before is not None), None)
+    return node
+
+
+def _tensors(results: object) -> list[torch.Tensor]:
+    return [r for r in (results if isinstance(results, list | tuple) else [results]) if isinstance(r, torch.Tensor)]
