@@ -165,8 +165,8 @@ class _Rewrite:
     def _wanted(self, given: Gemm | None, product: Product) -> BlockFormat | None:
         """Return the format of a product: from the given plan, else from the recipe."""
         if given is None:
-            asked: BlockFormat | None = getattr(self.operands, product)
-            return asked
+            fmt: BlockFormat | None = getattr(self.operands, product)
+            return fmt
         name = getattr(given, product)
         return find_blocks(name) if name else None
 
@@ -189,12 +189,12 @@ class _Rewrite:
 
     def roundings(self, node: Node, product: Product, fmt: BlockFormat) -> Iterator[tuple[int, Node, Rounding]]:
         """Yield (position among the arguments, operand, rounding) for both operands of a GEMM."""
-        asked = self.operands
-        is_eden = bool(asked.eden) and product != "forward"
-        turn = asked.eden if is_eden else SIZE if asked.hadamard and product == "weight_grad" else 0
+        operands = self.operands
+        is_eden = bool(operands.eden) and product != "forward"
+        turn = operands.eden if is_eden else SIZE if operands.hadamard and product == "weight_grad" else 0
         for (position, factor), axis in zip(_factors(node), (-1, -2), strict=True):
-            is_square = asked.square_weights and product != "weight_grad" and not is_eden and self.is_weight(factor)
-            is_random = asked.stochastic and factor in self.gradients
+            is_square = operands.square_weights and product != "weight_grad" and not is_eden and self.is_weight(factor)
+            is_random = operands.stochastic and factor in self.gradients
             yield position, factor, Rounding(fmt, axis, is_square, is_random, turn, is_eden)
 
     def run(self) -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxprec.ir.symbolic import Dequantize, Quantize, is_in_blocks
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import regions
-from fxprec.passes.analysis.block_copies import Refusals, asked_of
+from fxprec.passes.analysis.block_copies import Refusals, wanted_block_formats
 from fxprec.passes.analysis.joint import is_backward, operator_of, shown, value
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.base import Pass, Work
@@ -47,7 +47,7 @@ def _stays_in_16_bits(work: Work, refusals: Refusals, q: Node, cast: Quantize) -
     if is_in_blocks(cast.format) or not parse(cast.format).has_float32_range:
         return False
     site = work.book.sites[cast.row]
-    formats = [] if work.fits_peak or is_backward(q) else asked_of(work, site, q)
+    formats = [] if work.fits_peak or is_backward(q) else wanted_block_formats(work, site, q)
     return all(refusals.of(site, q, fmt) is not None for fmt in formats)
 
 

@@ -32,18 +32,18 @@ class Partition:
     work: Work
     traced: Collection[Node]
     """The nodes that the graph had before the passes."""
-    asked: Mapping[Node, Any] = field(init=False)
+    policies_before: Mapping[Node, Any] = field(init=False)
     """The checkpoint policy of each node, read before torch's passes copy policies to other nodes."""
     copies: Mapping[Node, Node] = field(init=False)
     """The model's own clones of inputs and buffers, mapped to their sources; torch's passes remove such clones."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "asked", regions.policies(self.work.joint.graph))
+        object.__setattr__(self, "policies_before", regions.policies(self.work.joint.graph))
         object.__setattr__(self, "copies", copies_of_inputs(self.work.joint))
 
     def __call__(self, gm: GraphModule, inputs: Sequence[object], **options: Any) -> compat.Halves:
         """Return the forward and the backward graph."""
-        regions.restore(self.asked)
+        regions.restore(self.policies_before)
         left = set(gm.graph.nodes)
         gone = [source for copy, source in self.copies.items() if copy not in left]
         if not self.work.is_cut:

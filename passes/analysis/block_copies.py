@@ -47,26 +47,29 @@ class Refusals:
         if any(isinstance(size, torch.SymInt) for size in val.shape):
             return f"its shape {shape_text(val)} is dynamic, and blocks are counted when the graph is compiled"
         reads = [x for x, _ in Dequantize.among(q.users)]
-        asked = {reader for read in reads for _, reader in askers_above(read)}
+        above_0 = {reader for read in reads for _, reader in askers_above(read)}
         size, most = (
             fmt.num_bytes(val.numel()),
             val.numel() * (self.work.settings.recipe.hi.bits // 8 if is_exact else 1),
         )
-        size += SIGNS.num_bytes(val.numel()) if asked and not is_exact else 0
+        size += SIGNS.num_bytes(val.numel()) if above_0 and not is_exact else 0
         if size >= most:
             return f"its {val.numel()} elements take {size} bytes in it, no fewer"
         if is_exact:
-            is_asked = any(asks_sign(read) for read in reads)
-            return "backward asks for its sign, which a block's scale may round to 0" if is_asked else None
-        biased = self._biased_by(reads, fmt, asked)
+            is_sign_read = any(asks_sign(read) for read in reads)
+            return "backward asks for its sign, which a block's scale may round to 0" if is_sign_read else None
+        biased = self._biased_by(reads, fmt, above_0)
         return None if biased is None else self._also_read_by(biased)
 
-    def _biased_by(self, reads: list[Node], fmt: BlockFormat, asked: set[Node]) -> Node | None:
-        """Return a reader that does not tolerate errors, if possible in the backward of an operator of the model."""
-        first = biased = self.order.biased_by(reads, fmt.bits, asked)
+    def _biased_by(self, reads: list[Node], fmt: BlockFormat, exempt: set[Node]) -> Node | None:
+        """Return a reader that does not tolerate errors, if possible in the backward of an operator of the model.
+
+        Readers in ``exempt`` are not considered.
+        """
+        first = biased = self.order.biased_by(reads, fmt.bits, exempt)
         while biased is not None and biased not in self.work.operators.of_backward_node:
-            asked = {*asked, biased}
-            biased = self.order.biased_by(reads, fmt.bits, asked)
+            exempt = {*exempt, biased}
+            biased = self.order.biased_by(reads, fmt.bits, exempt)
         return biased or first
 
     def _also_read_by(self, reader: Node) -> str:
@@ -75,7 +78,7 @@ class Refusals:
         return f"the backward of {name[:60]} reads it too, where noise does not average out as in a weight's gradient"
 
 
-def asked_of(work: Work, site: Site, q: Node) -> list[BlockFormat]:
+def wanted_block_formats(work: Work, site: Site, q: Node) -> list[BlockFormat]:
     """Return the block format that the recipe or the given plan wants for a copy, as a list of at most one."""
     if work.given is not None:
         name = work.given.sites[site.id].saved_as

@@ -23,19 +23,19 @@ from fxprec.plan.rows import PeakBytes, PeakPoint
 _MOMENTS = 40  # moments in the plan for each point of the curve
 
 
-def within_budget(work: Work, needs: Needs, asked: PeakBudget, progress: Progress) -> tuple[Fit, PeakBytes]:
+def within_budget(work: Work, needs: Needs, goal: PeakBudget, progress: Progress) -> tuple[Fit, PeakBytes]:
     """Return the choice for the budget, and its bytes. Raises `BudgetError` if no choice is found."""
     device = work.joint.table.meta["val"].device
     part, rates = work.peak_part, Rates.of(device)
     high = Chooser(Problem(needs, rates, ())).unlimited
     chooser = Either.of(needs, rates, work.settings.ways, progress)
     everything = high.peak + part.beyond  # a budget that is a share refers to the compiled step's peak, if known
-    budget = asked.bytes_of(everything) if part.budget is None else part.budget
+    budget = goal.bytes_of(everything) if part.budget is None else part.budget
     offers = part.shares or part.wants_curve  # other graphs of the step may need this graph's curve
     fits = chooser.curve(waiting=offers) if offers or work.looks_at_budgets else ()
-    if part.is_provisional and asked.is_share:
+    if part.is_provisional and goal.is_share:
         budget = max(budget, fits[-1].peak)  # later it will be a share of all graphs' peak together
-    free = 0 if asked.is_share else reserved(device, budget)
+    free = 0 if goal.is_share else reserved(device, budget)
     bound = part.bound(budget, free)
     fit = fits[-1] if part.is_provisional else chooser.within(bound)
     if fit is None or fit.excess(bound) > 0:

@@ -203,9 +203,9 @@ class Chooser:
             live = best.held.timeline.live
             top = max(range(len(live)), key=live.__getitem__, default=0)
             ways = dict(best.ways)
-            asked = {s for n, way in ways.items() if not isinstance(way, Form) for s in self.problem.sources(n)}
+            sources = {s for n, way in ways.items() if not isinstance(way, Form) for s in self.problem.sources(n)}
             for node, way in best.ways.items():
-                if isinstance(way, Form) and node not in asked and best.held.lives(node, top, again=False):
+                if isinstance(way, Form) and node not in sources and best.held.lives(node, top, again=False):
                     ways[node] = self.problem.narrowest(node)
             found = self.replayed(ways)
             if found.peak >= best.peak:

@@ -11,7 +11,7 @@ from fxprec.config.config import BLOCK_WAYS
 from fxprec.numerics.blocks import WHOLE_BITS, BlockFormat, find_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
-from fxprec.passes.analysis.block_copies import Refusals, asked_of
+from fxprec.passes.analysis.block_copies import Refusals, wanted_block_formats
 from fxprec.passes.analysis.crossings import is_repeated
 from fxprec.passes.analysis.joint import tensor_of, value
 from fxprec.passes.analysis.replay.kernels import Kind, kind_of
@@ -148,8 +148,8 @@ def find_formats(work: Work) -> list[BlockFormat]:
     """Return the block formats that a peak budget may choose: from a given plan, from ``ways``, or from the recipe."""
     if work.given is not None:
         return [find_blocks(name) for name in sorted({site.saved_as for site in work.given.sites} - {""})]
-    saved, asked = work.settings.recipe.saved, [way for way in work.settings.ways if way in BLOCK_WAYS]
-    return [find_blocks(way) for way in asked] or (
+    saved, block_ways = work.settings.recipe.saved, [way for way in work.settings.ways if way in BLOCK_WAYS]
+    return [find_blocks(way) for way in block_ways] or (
         [saved] if saved is not None and work.settings.asked.ways is None else []
     )
 
@@ -161,10 +161,10 @@ def _in_blocks(needs: Needs, copies: _Copies, work: Work) -> dict[Node, list[Blo
         if others or node in needs.read_as_it_is:
             continue
         site = work.book.sites[needs.rows[node]]
-        formats = find_formats(work) if work.fits_peak else asked_of(work, site, q)
+        formats = find_formats(work) if work.fits_peak else wanted_block_formats(work, site, q)
         reasons = {fmt: refusals.of(site, q, fmt) for fmt in formats}
         found[node] = [
-            Blocks(fmt, copies.low.get(node, hi), has_mask=fmt.bits < WHOLE_BITS and node in needs.step.asked)
+            Blocks(fmt, copies.low.get(node, hi), has_mask=fmt.bits < WHOLE_BITS and node in needs.step.tested_above_0)
             for fmt, reason in reasons.items()
             if reason is None
         ]

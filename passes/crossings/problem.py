@@ -178,9 +178,9 @@ class Problem:
 
     def narrowest(self, node: Node) -> Form:
         """Return the form of fewest bytes that serves a value's readers in backward; repeated nodes do not count."""
-        asked = self.demand(node)
+        demand = self.demand(node)
         forms = [way for way in self.ways(node) if isinstance(way, Form) and not way.is_on_host]
-        return min((f for f in forms if asked is None or asked in f.bears), key=lambda form: self.size(node, form))
+        return min((f for f in forms if demand is None or demand in f.bears), key=lambda form: self.size(node, form))
 
     def completed(self, kept: Ways) -> Ways | None:
         """Return a choice that keeps the values in ``kept`` where it can, and recomputes all other needed values.
@@ -188,21 +188,21 @@ class Problem:
         A value is kept unrounded if its way does not serve its demands, or if it cannot be recomputed. None if that is
         not allowed.
         """
-        asked, ways = defaultdict[Node, set[Demand]](set), dict[Node, Way]()
+        demands, ways = defaultdict[Node, set[Demand]](set), dict[Node, Way]()
         for node in self.nodes:
-            asked[node] = {demand} if (demand := self.demand(node)) is not None else set()
+            demands[node] = {demand} if (demand := self.demand(node)) is not None else set()
         for node in reversed(self.nodes):
-            if not asked[node]:
+            if not demands[node]:
                 continue
-            way = kept.get(node, ROUNDED if asked[node] <= LOW else AGAIN)
-            if not asked[node] <= way.bears or (node, way) not in self.columns:
+            way = kept.get(node, ROUNDED if demands[node] <= LOW else AGAIN)
+            if not demands[node] <= way.bears or (node, way) not in self.columns:
                 way = next(iter(self.ways(node)), AGAIN)
                 if not isinstance(way, Own):
                     return None
             ways[node] = way
             if isinstance(way, Again):
                 for source in self.sources(node):
-                    asked[source].add(way.asks)
+                    demands[source].add(way.asks)
         return ways
 
     def faster_than(self, seconds: float) -> Row:
@@ -232,16 +232,16 @@ class Problem:
             yield self._bearing(node, None), -np.inf, 1.0
             if node in self.inputs:
                 continue
-            if (asked := self.demand(node)) is not None:
-                yield self._bearing(node, asked), 1.0, np.inf
+            if (demand := self.demand(node)) is not None:
+                yield self._bearing(node, demand), 1.0, np.inf
             for way in (AGAIN, ROUNDED):
                 if (node, way) in self.columns:
                     for source in sorted(self.sources(node)):  # in a fixed order, so that ties break the same way
                         yield self._bearing(source, way.asks) | {self.columns[node, way]: -1.0}, 0.0, np.inf
 
-    def _bearing(self, node: Node, asked: Demand | None) -> dict[int, float]:
+    def _bearing(self, node: Node, demand: Demand | None) -> dict[int, float]:
         """Return the columns of the ways that serve a demand; all columns if there is none."""
-        return {at: 1.0 for way, at in self._by_node[node].items() if asked is None or asked in way.bears}
+        return {at: 1.0 for way, at in self._by_node[node].items() if demand is None or demand in way.bears}
 
     def solve(self, bounds: Sequence[Row], gap: float = EXACT) -> Ways | None:
         """Return the ways of least cost within ``bounds``, or None; ``gap`` is the relative distance allowed."""

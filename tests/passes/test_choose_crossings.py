@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fxprec import compat
 from fxprec.ir.symbolic import Quantize
 from fxprec.passes import pipeline
-from fxprec.passes.analysis.block_copies import Refusals, asked_of
+from fxprec.passes.analysis.block_copies import Refusals, wanted_block_formats
 from fxprec.passes.analysis.joint import is_backward
 from fxprec.passes.base import Work
 from fxprec.passes.casts.blocks import SIGNS, WHOLE_BITS, draw_seed, store_in_blocks
@@ -121,8 +121,10 @@ class StoreInBlocks:
     def apply(self, work: Work) -> None:
         graph, refusals = work.joint.graph, Refusals(work)
         casts = [(q, work.book.sites[cast.row]) for q, cast in Quantize.among(Quantize.nodes(graph))]
-        asked = [(q, site, fmt) for q, site in casts if not is_backward(q) for fmt in asked_of(work, site, q)]
-        found = [(q, site, fmt) for q, site, fmt in asked if refusals.of(site, q, fmt) is None]
+        wanted = [
+            (q, site, fmt) for q, site in casts if not is_backward(q) for fmt in wanted_block_formats(work, site, q)
+        ]
+        found = [(q, site, fmt) for q, site, fmt in wanted if refusals.of(site, q, fmt) is None]
         drawn = [q for q, _, fmt in found if fmt.bits < WHOLE_BITS]
         seed = draw_seed(graph, min(drawn)) if drawn else None
         for q, site, fmt in found:

@@ -124,9 +124,9 @@ def draws(node: Node) -> bool:
     if not has_tag(node, torch.Tag.nondeterministic_seeded):
         return False
     target: Any = node.target
-    for i, asked in enumerate(target._schema.arguments):
-        if asked.name == "dropout_p":
-            return node.kwargs.get("dropout_p", argument(node, i, asked.default_value)) != 0
+    for i, parameter in enumerate(target._schema.arguments):
+        if parameter.name == "dropout_p":
+            return node.kwargs.get("dropout_p", argument(node, i, parameter.default_value)) != 0
     return True
 
 

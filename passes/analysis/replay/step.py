@@ -52,7 +52,7 @@ class Step:
         put(self, "needed", needed_by_forward(self.joint))
         put(self, "casts", {x: cast for q, cast in Quantize.among(nodes) if self._is_cast(q) for x in q.users})
         put(self, "copied", {c.x: fmt for c in self.casts.values() if (fmt := self._copied(c)) is not None})
-        put(self, "asked", {cast.x for x, cast in self.casts.items() if askers_above(x)})
+        put(self, "tested_above_0", {cast.x for x, cast in self.casts.items() if askers_above(x)})
         put(self, "stored", self._stored())
         casts = {*self.casts, *(q for q in nodes if q.target is QUANTIZE and self._is_cast(q))}
         decoded, behind, results = set(self.casts), set[Node](), {*self.joint.results}
@@ -89,7 +89,7 @@ class Step:
     """The casts of each value that has a copy."""
     copied: Mapping[Node, Format] = field(init=False)
     """Inputs that backward reads as a narrower copy -> its format. The copy waits, although the input is there."""
-    asked: set[Node] = field(init=False)
+    tested_above_0: set[Node] = field(init=False)
     """Values for which backward tests whether they are above 0."""
     decoded: set[Node] = field(init=False)
     """Decoded copies, and other nodes that only backward computes, without a gradient: run when a gradient
@@ -152,8 +152,8 @@ class Step:
         return node.op != "call_function" or holds_nothing
 
     def _run_again(self) -> Iterator[Node]:
-        asked = [wanted for node in self.backward for wanted in self.wanted_by(node)]
-        stack, seen = [self.shown(node) for node in asked], set[Node]()
+        wanted = [source for node in self.backward for source in self.wanted_by(node)]
+        stack, seen = [self.shown(node) for node in wanted], set[Node]()
         while stack:
             node = stack.pop()
             if node in seen:
