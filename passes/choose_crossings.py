@@ -85,8 +85,8 @@ def _read_exactly(needs: Needs) -> set[Node]:
     return found
 
 
-AGAIN = f"{UNREAD}: it is computed again in backward, which takes less time than to store it"
-KEPT = f"{UNREAD}: backward reads the value itself as well"
+WHY_RECOMPUTED = f"{UNREAD}: it is computed again in backward, which takes less time than to store it"
+WHY_KEPT = f"{UNREAD}: backward reads the value itself as well"
 
 
 def _tell_of_blocks(work: Work, needs: Needs, stage: Stage) -> None:
@@ -129,7 +129,7 @@ def _tell_of_copies(work: Work, needs: Needs, fit: Fit) -> None:
         if is_kept or node in repeated:
             was_low = parse(site.format).bits < hi.bits
             told = replace(site, reads="all", format=hi.name)
-            why = KEPT if is_kept else AGAIN
+            why = WHY_KEPT if is_kept else WHY_RECOMPUTED
             work.book.sites[row] = replace(told, why=why, unread=True) if was_low else told
 
 

@@ -172,7 +172,7 @@ def test_between_its_last_use_and_its_first_in_backward_it_holds_nothing() -> No
     assert held.hosts
     for value in held.hosts:
         line = held.timeline
-        there = [held.lives(value, time, again=False) for time in range(len(line.order))]
+        there = [held.lives(value, time, recomputed=False) for time in range(len(line.order))]
         leaves, read = line.order.index(held.hosts[value]), line.order.index(held.back[value])
         assert there[leaves], "it counts while it is copied"
         assert there[read]

@@ -21,7 +21,7 @@ from fxprec.numerics import blocks
 from fxprec.passes.analysis.block_copies import ATTENDED
 from fxprec.passes.analysis.saved_bytes import read_by_backward
 from fxprec.passes.casts.blocks import SIGNS
-from fxprec.passes.choose_crossings import AGAIN
+from fxprec.passes.choose_crossings import WHY_RECOMPUTED
 from fxprec.plan import Site
 from fxprec.plan.explain import explain
 
@@ -96,7 +96,7 @@ def test_no_copy_is_saved_of_what_takes_less_to_compute_again():
     """The input of the first convolution, of what the sine's backward reads; the GEMM reads it in another layout."""
     plan = planned("fp8")[0]
     (site,) = [s for s in plan.sites if s.tensor == "sin" and s.kind == "output"]
-    assert (site.format, site.reads, site.why) == ("bf16", "all", AGAIN)
+    assert (site.format, site.reads, site.why) == ("bf16", "all", WHY_RECOMPUTED)
     saved = [s for s in plan.sites if s.group == site.group and s.reads == "backward"]
     group = next(g for g in plan.groups if g.id == site.group)
     assert group.saved_bytes == sum(s.elements * (1 if s.format == "e4m3fn" else 2) for s in saved)
@@ -157,7 +157,9 @@ def test_a_relus_sign_is_a_bit_of_its_own_and_exact():
     assert sites["relu_1"].saved_as == SIGNS.name
     assert all(map(torch.equal, found[1::2], exact[1::2]))  # of biases: masked gradients, added up
     saved, before = backend.plans[0].saved_bytes, plain.plans[0].saved_bytes
-    assert by_name(plain.plans[0])["add"].why == AGAIN  # of two copies in 8 bits; noise of blocks would not average out
+    assert (
+        by_name(plain.plans[0])["add"].why == WHY_RECOMPUTED
+    )  # of two copies in 8 bits; noise of blocks would not average out
     assert before.planned == before.fp32 / 4 < saved.fp32 / 4
     assert saved.planned < 0.55 * saved.fp32 / 4
 

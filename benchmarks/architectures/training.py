@@ -24,7 +24,7 @@ from benchmarks.fidelity.one_step import cosine
 from benchmarks.graphs.check import NEAR, in_a_line, promote_all
 from benchmarks.graphs.values import Noise
 from benchmarks.planned import said_by
-from fxprec.passes.choose_crossings import AGAIN
+from fxprec.passes.choose_crossings import WHY_RECOMPUTED
 
 STEPS, RATE = 3, 1e-3
 PLAIN = "aot_eager"
@@ -133,7 +133,7 @@ def _train_compiled(row: Row, architecture: Buildable) -> Trained:
     compiled = torch.compile(model, backend=backend)
     trained = train(model, lambda: loss_of(compiled), lambda: promote_all(backend))
     row.promoted = sum(len(plan.promoted) for plan in backend.plans)
-    row.computed_again = sum(site.why == AGAIN for plan in backend.plans for site in plan.sites)
+    row.computed_again = sum(site.why == WHY_RECOMPUTED for plan in backend.plans for site in plan.sites)
     row.graphs = len(backend.plans)
     row.notes = said_by(backend)
     return trained

@@ -25,29 +25,29 @@ class Demand(Enum):
 
     READ = "backward reads it itself, or rounding to 8 bits would spoil it"
     READ_LOW = "backward reads a copy in 8 bits"
-    AGAIN = "another value is computed again from it, exactly"
-    AGAIN_LOW = "another value is computed again from it, and may be rounded"
+    RECOMPUTE = "another value is computed again from it, exactly"
+    RECOMPUTE_LOW = "another value is computed again from it, and may be rounded"
 
 
 ANY = frozenset(Demand)
-LOW = frozenset({Demand.READ_LOW, Demand.AGAIN_LOW})
+LOW = frozenset({Demand.READ_LOW, Demand.RECOMPUTE_LOW})
 
 
 @dataclass(frozen=True)
-class Again:
-    """The way in which backward recomputes the value; ``asks`` is the demand on the operands of the recomputation."""
+class Recompute:
+    """The way in which backward recomputes the value; ``demand`` is the demand on the operands of the recomputation."""
 
-    asks: Demand
+    demand: Demand
 
     is_on_host: ClassVar[bool] = False
 
     @property
     def bears(self) -> frozenset[Demand]:
         """Return the demands that a recomputed value serves."""
-        return ANY if self is AGAIN else LOW
+        return ANY if self is FROM_EXACT else LOW
 
 
-AGAIN, ROUNDED = Again(Demand.AGAIN), Again(Demand.AGAIN_LOW)
+FROM_EXACT, FROM_ROUNDED = Recompute(Demand.RECOMPUTE), Recompute(Demand.RECOMPUTE_LOW)
 
 
 class Form(ABC):
@@ -95,7 +95,7 @@ class Form(ABC):
         """Say whether a plan's row asks for this form. The row of a promoted tensor asks for `Own`."""
 
 
-Way = Again | Form
+Way = Recompute | Form
 
 
 def row_of(site: Site, way: WayName, fmt: str, why: str) -> Site:

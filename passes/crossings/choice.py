@@ -185,7 +185,7 @@ class Chooser:
         live = fit.held.timeline.live
         top = max(range(len(live)), key=live.__getitem__, default=0)
         kept = {node: way for node, way in fit.ways.items() if isinstance(way, Form)}
-        living = [node for node in kept if fit.held.lives(node, top, again=False)]
+        living = [node for node in kept if fit.held.lives(node, top, recomputed=False)]
         for node in sorted(living, key=lambda n: -self.problem.size(n, kept[n])):
             size = self.problem.size(node, kept[node])
             others = [way for way in self.problem.ways(node) if isinstance(way, Form) and way != kept[node]]
@@ -205,7 +205,7 @@ class Chooser:
             ways = dict(best.ways)
             sources = {s for n, way in ways.items() if not isinstance(way, Form) for s in self.problem.sources(n)}
             for node, way in best.ways.items():
-                if isinstance(way, Form) and node not in sources and best.held.lives(node, top, again=False):
+                if isinstance(way, Form) and node not in sources and best.held.lives(node, top, recomputed=False):
                     ways[node] = self.problem.narrowest(node)
             found = self.replayed(ways)
             if found.peak >= best.peak:
@@ -268,7 +268,7 @@ class Chooser:
         for (node, way), column in self.problem.columns.items():
             if isinstance(way, Form) and not way.is_on_host:
                 is_chosen = fit.ways.get(node) == way
-                if not is_chosen or fit.held.lives(node, fit.held.timeline.split, again=False):
+                if not is_chosen or fit.held.lives(node, fit.held.timeline.split, recomputed=False):
                     yield column, float(self.problem.size(node, way))
 
     def _living(self, fit: Fit, time: int) -> Iterator[tuple[int, float]]:
@@ -276,7 +276,7 @@ class Chooser:
         anchor = fit.held.anchors[fit.held.timeline.order[time]]
         for (node, way), column in self.problem.columns.items():
             if fit.ways.get(node) == way:
-                lives = fit.held.lives(node, time, again=not isinstance(way, Form))
+                lives = fit.held.lives(node, time, recomputed=not isinstance(way, Form))
             else:
                 lives = self._would_live(node, anchor, way)
             if lives:

@@ -36,8 +36,8 @@ class Rates:
         costs = gemm_costs.costs_of(gpu)
         return cls(costs.bytes_per_s, costs.bf16_flop_per_s, costs.host_bytes_per_s, costs.launch_s)
 
-    def again(self, node: Node) -> float:
-        """Return the seconds of running a node again."""
+    def running(self, node: Node) -> float:
+        """Return the seconds of running a node."""
         kind = kind_of(node)
         if kind in (Kind.FREE, Kind.VIEW, Kind.PIECE):
             return 0.0
@@ -46,7 +46,7 @@ class Rates:
 
     def step(self, step: Step) -> float:
         """Return the seconds of running both halves once."""
-        return sum(map(self.again, (*step.forward, *step.backward)))
+        return sum(map(self.running, (*step.forward, *step.backward)))
 
     def keeping(self, node: Node, size: int) -> float:
         """Return the seconds of writing and reading ``size`` bytes; a result that does not fuse is written anyway."""

@@ -69,7 +69,7 @@ def needs_of(work: Work) -> Needs:
     for node in needs.step.backward:
         for wanted in needs.step.wanted_by(node):
             cast = needs.step.casts.get(wanted)
-            if needs.step.shown(wanted) in needs.step.again:
+            if needs.step.shown(wanted) in needs.step.checkpointed:
                 continue
             if cast is None:
                 _need_itself(needs, copies, wanted)
@@ -103,11 +103,11 @@ def _need_itself(needs: Needs, copies: _Copies, wanted: Node) -> None:
 def _add_starts(needs: Needs, copies: _Copies) -> None:
     """Keep the inputs of checkpointed regions: forward and its recomputation must read the same value."""
     step = needs.step
-    for node in step.again:
+    for node in step.checkpointed:
         for source in node.all_input_nodes:
-            while is_repeated(source, step.joint) and source not in step.again:
+            while is_repeated(source, step.joint) and source not in step.checkpointed:
                 source = source.all_input_nodes[0]
-            if source not in step.again and not step.is_there(source):
+            if source not in step.checkpointed and not step.is_there(source):
                 _need_itself(needs, copies, source)
                 needs.kept[source] = Own()
 

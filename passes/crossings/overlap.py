@@ -86,8 +86,8 @@ def overlap(held: Held, rates: Rates, bound: float) -> float:
     found = waits(seconds[: line.split], line.live[: line.split], out, bound)
     # With time reversed a copy back is a copy out: it begins at its reader, and its tensor is live until it is done.
     back = sorted(values, key=lambda v: -time[held.back[v]])
-    again = [copy(v, end - time[held.back[v]], end - time[held.back[v]]) for v in back]
-    turned = waits(seconds[: line.split - 1 : -1], line.live[: line.split - 1 : -1], again, bound)
+    returns = [copy(v, end - time[held.back[v]], end - time[held.back[v]]) for v in back]
+    turned = waits(seconds[: line.split - 1 : -1], line.live[: line.split - 1 : -1], returns, bound)
     for value, behind in zip(values, found.behind, strict=True):
         line.extend(stored(value), dies=behind)
         held.sent[value] = held.anchors[line.order[behind]]
@@ -104,7 +104,7 @@ def _seconds(held: Held, rates: Rates) -> list[float]:
     def taken(item: int) -> float:
         if item in lane:
             return 0.0
-        return held.items[item].bytes / rates.bytes_per_s if item in stored else rates.again(held.made[item])
+        return held.items[item].bytes / rates.bytes_per_s if item in stored else rates.running(held.made[item])
 
     return [taken(item) for item in held.timeline.order]
 

@@ -20,7 +20,7 @@ from torch.fx import Node
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import tensor_of, value
 from fxprec.passes.analysis.replay.kernels import Kind, can_repeat, is_square, kind_of
-from fxprec.passes.analysis.ways import AGAIN, LOW, ROUNDED, Again, Demand, Form, Way
+from fxprec.passes.analysis.ways import FROM_EXACT, FROM_ROUNDED, LOW, Demand, Form, Recompute, Way
 from fxprec.passes.crossings.costs import Rates
 from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.crossings.progress import Progress
@@ -151,7 +151,7 @@ class Problem:
 
     def _is_there(self, node: Node) -> bool:
         step = self.needs.step
-        return (step.is_there(node) or node in step.again) and node not in self.inputs
+        return (step.is_there(node) or node in step.checkpointed) and node not in self.inputs
 
     def ways(self, node: Node) -> Collection[Way]:
         """Return the ways of a value, those first that serve the most recomputations."""
@@ -165,10 +165,10 @@ class Problem:
             return  # it has no way, because a need for it would recompute its whole region
         yield from (form for form in self.needs.forms.get(node, ()) if form.options <= self._allowed)
         if can_repeat(node) and ("recompute" in self._allowed or kind_of(node) in _CHEAP):
-            yield AGAIN
+            yield FROM_EXACT
             # A square doubles a rounded operand's error, which is worth it only under a bound.
             if not (self.price and is_square(node)):
-                yield ROUNDED
+                yield FROM_ROUNDED
 
     def demand(self, node: Node) -> Demand | None:
         """Return the demand that backward's own nodes have on a value, or None."""
@@ -194,15 +194,15 @@ class Problem:
         for node in reversed(self.nodes):
             if not demands[node]:
                 continue
-            way = kept.get(node, ROUNDED if demands[node] <= LOW else AGAIN)
+            way = kept.get(node, FROM_ROUNDED if demands[node] <= LOW else FROM_EXACT)
             if not demands[node] <= way.bears or (node, way) not in self.columns:
-                way = next(iter(self.ways(node)), AGAIN)
+                way = next(iter(self.ways(node)), FROM_EXACT)
                 if not isinstance(way, Own):
                     return None
             ways[node] = way
-            if isinstance(way, Again):
+            if isinstance(way, Recompute):
                 for source in self.sources(node):
-                    demands[source].add(way.asks)
+                    demands[source].add(way.demand)
         return ways
 
     def faster_than(self, seconds: float) -> Row:
@@ -215,8 +215,8 @@ class Problem:
 
     def seconds(self, node: Node, way: Way) -> float:
         """Return the seconds that a way of a value costs."""
-        if isinstance(way, Again):
-            return self.rates.again(node) + _LITTLE
+        if isinstance(way, Recompute):
+            return self.rates.running(node) + _LITTLE
         size = self.size(node, way)
         rounding = self.rates.rounding(node, way) if way.is_rounded else 0.0
         moving = self.moving(size) if way.is_on_host else self.price * size
@@ -234,10 +234,10 @@ class Problem:
                 continue
             if (demand := self.demand(node)) is not None:
                 yield self._bearing(node, demand), 1.0, np.inf
-            for way in (AGAIN, ROUNDED):
+            for way in (FROM_EXACT, FROM_ROUNDED):
                 if (node, way) in self.columns:
                     for source in sorted(self.sources(node)):  # in a fixed order, so that ties break the same way
-                        yield self._bearing(source, way.asks) | {self.columns[node, way]: -1.0}, 0.0, np.inf
+                        yield self._bearing(source, way.demand) | {self.columns[node, way]: -1.0}, 0.0, np.inf
 
     def _bearing(self, node: Node, demand: Demand | None) -> dict[int, float]:
         """Return the columns of the ways that serve a demand; all columns if there is none."""

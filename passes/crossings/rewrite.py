@@ -86,7 +86,7 @@ class Rewrite:
     def _repeat(self, node: Node, reader: Node) -> None:
         """Recompute a value before ``reader`` from values that backward has. Checkpoints are left to the partition."""
         if (
-            node in self.needs.step.again
+            node in self.needs.step.checkpointed
             or node in self.needs.step.casts
             or (node in self.needs.step.decoded and not any(self._changed(n) for n in node.all_input_nodes))
         ):
@@ -96,9 +96,9 @@ class Rewrite:
             self.left.add(node)
             return
         with self.graph.inserting_before(reader):
-            again = emit(self.graph, operator_of(node), (), node, backward=True, val=node.meta.get("val"))
-        again.args, again.kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: sources[n])
-        self.new[node] = again
+            repeat = emit(self.graph, operator_of(node), (), node, backward=True, val=node.meta.get("val"))
+        repeat.args, repeat.kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: sources[n])
+        self.new[node] = repeat
 
     def _changed(self, node: Node) -> bool:
         value = self.needs.step.casts.get(node)
@@ -141,7 +141,7 @@ class Rewrite:
             if node in self.kept:
                 sites[row] = self.kept[node].said(sites[row], node, self.stage)
             elif node in repeated:
-                sites[row] = row_of(sites[row], "recompute", self.stage.hi.name, _AGAIN)
+                sites[row] = row_of(sites[row], "recompute", self.stage.hi.name, _WHY_RECOMPUTED)
 
 
-_AGAIN = "the peak budget has it computed again in backward"
+_WHY_RECOMPUTED = "the peak budget has it computed again in backward"

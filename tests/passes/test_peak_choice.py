@@ -19,7 +19,7 @@ from fxprec.passes import choose_crossings
 from fxprec.passes.analysis.ops import CASTS
 from fxprec.passes.analysis.replay.kernels import Kind, flops_of, kind_of
 from fxprec.passes.analysis.replay.timeline import Item, Timeline
-from fxprec.passes.analysis.ways import AGAIN, ROUNDED, Again, Form, Way
+from fxprec.passes.analysis.ways import FROM_EXACT, FROM_ROUNDED, Form, Recompute, Way
 from fxprec.passes.crossings.checkpoints import checkpoints
 from fxprec.passes.crossings.choice import Chooser, Fit
 from fxprec.passes.crossings.costs import Rates
@@ -201,12 +201,12 @@ def chooser() -> Chooser:
 def completed(problem: Problem, kept: dict[Node, Way]) -> dict[Node, Way] | None:
     """Return a choice that keeps ``kept`` and computes all else again that is needed; None where it cannot."""
     exactly, roughly, ways = set(problem.needs.exactly), set(problem.needs.roughly), dict(kept)
-    sources = {AGAIN: exactly, ROUNDED: roughly}
+    sources = {FROM_EXACT: exactly, FROM_ROUNDED: roughly}
     of_others: set[Node] = set()  # what is computed again asks for
     for node in reversed(problem.nodes):
         way = kept.get(node)
         if way is None and node in exactly | roughly:
-            way = ways[node] = AGAIN if node in exactly else ROUNDED
+            way = ways[node] = FROM_EXACT if node in exactly else FROM_ROUNDED
             sources[way] |= problem.sources(node)
             of_others |= problem.sources(node)
         is_low = isinstance(way.form if isinstance(way, OnHost) else way, Low)
@@ -267,7 +267,7 @@ def test_no_value_kept_at_the_least_peak_could_go_another_way(chooser: Chooser) 
     best = chooser.lowered(chooser.unlimited)
     assert best.peak < 0.8 * chooser.unlimited.peak
     live, kept = best.held.timeline.live, {node: way for node, way in best.ways.items() if isinstance(way, Form)}
-    at_peak = [node for node in kept if best.held.lives(node, live.index(max(live)), again=False)]
+    at_peak = [node for node in kept if best.held.lives(node, live.index(max(live)), recomputed=False)]
     without = [{node: way for node, way in kept.items() if node is not left} for left in at_peak]
     low = [kept | {n: way} for n, way in chooser.problem.columns if n in at_peak and isinstance(way, Low)]
     rivals = [ways for tried in (*without, *low) if (ways := chooser.problem.completed(tried)) is not None]
@@ -385,6 +385,6 @@ def test_what_follows_a_relu_is_computed_again_from_its_copy_in_8_bits() -> None
     kept = {node: form for node in relus[::2] for form in found.problem.needs.forms[node] if isinstance(form, Low)}
     ways = found.problem.completed(kept)
     assert ways is not None
-    assert [type(ways[node]) for node in relus] == [Low, Again, Low, Again]
+    assert [type(ways[node]) for node in relus] == [Low, Recompute, Low, Recompute]
     products = [node for node, _ in found.replayed(ways).held.repeated if node.target is aten.addmm.default]
     assert len(products) == 2, "one for each ReLU of which nothing is kept"

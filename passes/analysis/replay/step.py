@@ -74,14 +74,14 @@ class Step:
         put(self, "behind", behind)
         put(self, "forward", halves[0])
         put(self, "backward", halves[1])
-        put(self, "again", set(self._run_again()))
+        put(self, "checkpointed", set(self._checkpointed()))
         updates = {at: (parameter, gradient) for parameter, at, gradient in self.joint.stepped(self.stepped)}
         put(self, "returned", {n for i, n in enumerate(self.joint.results) if isinstance(n, Node) and i not in updates})
         put(self, "updates", self._placed(updates.values()))
 
     needed: set[Node] = field(init=False)
     """Nodes that the results of forward depend on."""
-    again: set[Node] = field(init=False)
+    checkpointed: set[Node] = field(init=False)
     """Nodes that the user's checkpoints recompute in backward and that backward needs."""
     casts: Mapping[Node, Quantize] = field(init=False)
     """Node that decodes a copy -> the cast that made the copy."""
@@ -151,7 +151,7 @@ class Step:
         holds_nothing = value(node) is None and not isinstance(node.meta.get("val"), list | tuple)
         return node.op != "call_function" or holds_nothing
 
-    def _run_again(self) -> Iterator[Node]:
+    def _checkpointed(self) -> Iterator[Node]:
         wanted = [source for node in self.backward for source in self.wanted_by(node)]
         stack, seen = [self.shown(node) for node in wanted], set[Node]()
         while stack:
@@ -222,7 +222,7 @@ class Held:
     reloaded: list[tuple[Node, Node]] = field(default_factory=list)  # (value, backward node before which it comes back)
     sent: dict[Node, Node] = field(default_factory=dict)  # value -> forward node behind which its copy out is done
     fetched: dict[Node, Node] = field(default_factory=dict)  # value -> backward node before which its copy back begins
-    again: dict[Node, int] = field(default_factory=dict)  # value -> item from which backward reads it
+    read_from: dict[Node, int] = field(default_factory=dict)  # value -> item from which backward reads it
     repeated: list[tuple[Node, Node]] = field(default_factory=list)  # (node, backward node before which it runs again)
     made: list[Node] = field(default_factory=list)  # for each item its value, or the value that it copies
     anchors: list[Node] = field(default_factory=list)  # for each item the node of its half before or at which it runs
@@ -272,9 +272,11 @@ class Held:
         fmt = self._format(node.all_input_nodes[0]) if node.target in CASTS else None
         return isinstance(fmt, Format) and fmt.bits > 8 and fmt.torch_dtype is tensor_of(node).dtype
 
-    def _add(self, node: Node, reads: list[int], anchor: Node, *, is_stored: bool = False, again: bool = False) -> int:
+    def _add(
+        self, node: Node, reads: list[int], anchor: Node, *, is_stored: bool = False, is_repeat: bool = False
+    ) -> int:
         kind, size, is_heavy, workspace = self.step.traits_of(node)
-        is_returned = not again and node in self.step.returned
+        is_returned = not is_repeat and node in self.step.returned
         item = Item(kind, size, reads, is_stored, is_returned, is_heavy, workspace)
         return self._append(item, anchor, node)
 
@@ -290,15 +292,15 @@ class Held:
         stack = [wanted]
         while stack:
             node = stack[-1]
-            if node in self.again:
+            if node in self.read_from:
                 stack.pop()
                 continue
-            behind = [n for n in self._sources(node) if n not in self.again]
+            behind = [n for n in self._sources(node) if n not in self.read_from]
             if behind:
                 stack += behind
                 continue
-            self.again[stack.pop()] = self._supply(node, reader)
-        return self.again[wanted]
+            self.read_from[stack.pop()] = self._supply(node, reader)
+        return self.read_from[wanted]
 
     def _sources(self, node: Node) -> Iterable[Node]:
         """Return the nodes that backward must have before it can have ``node``."""
@@ -316,9 +318,9 @@ class Held:
         if source is not node and not self._has_copy(source):
             is_same = tensor_of(node).dtype == tensor_of(source).dtype
             return (
-                self.again[source]
+                self.read_from[source]
                 if is_same
-                else self._append(Item(Kind.FUSED, bytes_of(node), [self.again[source]]), reader, node)
+                else self._append(Item(Kind.FUSED, bytes_of(node), [self.read_from[source]]), reader, node)
             )
         if self.step.is_there(source):
             return self.at[source]
@@ -329,7 +331,7 @@ class Held:
                 return copy
             return self._append(Item(form.kernel, bytes_of(node), [copy]), reader, node)
         self.repeated.append((node, reader))
-        return self._add(node, [self.again[n] for n in node.all_input_nodes], reader, again=True)
+        return self._add(node, [self.read_from[n] for n in node.all_input_nodes], reader, is_repeat=True)
 
     def _has_copy(self, node: Node) -> bool:
         return node in self.kept and self.kept[node].format is not None
@@ -341,9 +343,10 @@ class Held:
             self.back[value] = self._append(Item(Kind.EXTERN, size, [self.hosts[value]]), reader, value)
         return self.back[value]
 
-    def lives(self, node: Node, time: int, *, again: bool) -> bool:
-        """Say whether a value is in memory at a time: its kept copy, or with ``again`` the recomputed value."""
-        items = [self.again.get(node)] if again else [self.copies.get(node, self.at[node]), self.back.get(node)]
+    def lives(self, node: Node, time: int, *, recomputed: bool) -> bool:
+        """Say whether a value is in memory at a time: its kept copy, or with ``recomputed`` the recomputed value."""
+        kept = [self.copies.get(node, self.at[node]), self.back.get(node)]
+        items = [self.read_from.get(node)] if recomputed else kept
         born, dies = self.timeline.born, self.timeline.dies
         return any(born[item] <= time <= dies[item] for item in items if item is not None and item in born)
 
@@ -378,13 +381,13 @@ class Held:
 
     def _kinds(self) -> list[int]:
         """Return the kind of each item, an index into `LIVE`."""
-        kept, narrow, few, again, returned, others = range(len(LIVE))
+        kept, narrow, few, recomputed, returned, others = range(len(LIVE))
         found = [others] * len(self.items)
         for item in range(self.border, len(self.items)):
             found[item] = returned if self.timeline.is_returned(item) else others
-        for item in self.again.values():
+        for item in self.read_from.values():
             if item >= self.border:
-                found[item] = again
+                found[item] = recomputed
         for node, form in self.kept.items():
             fmt = form.format
             is_few = isinstance(fmt, BlockFormat) and fmt.bits < WHOLE_BITS
