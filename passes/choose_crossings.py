@@ -118,10 +118,10 @@ def _tell_of_wanted_blocks(work: Work, refused: Mapping[int, str]) -> None:
 
 def _tell_of_copies(work: Work, needs: Needs, fit: Fit) -> None:
     """Update the sites of values that are now kept in another form than their row says, or recomputed."""
-    hi, repeated = work.settings.recipe.hi, {node for node, _ in fit.held.repeated}
+    hi, repeated = work.settings.recipe.hi, {node for node, _ in fit.replay.repeated}
     for node, row in needs.rows.items():
-        site, is_kept = work.book.sites[row], node in fit.held.kept
-        form = fit.held.kept.get(node)
+        site, is_kept = work.book.sites[row], node in fit.replay.kept
+        form = fit.replay.kept.get(node)
         if isinstance(form, Low) and site.is_unread:
             work.book.sites[row] = replace(site, format=form.copy.name, reads="backward", why="", unread=False)
         if is_kept and not (isinstance(form, Own) and parse(site.format).bits < hi.bits):
@@ -149,7 +149,7 @@ def _fit_peak(work: Work) -> None:
         )
     finally:
         progress.end()
-    work.peak_sizes = other_sizes(fit.held, work.joint.graph, work.peak.room - work.peak_part.beyond)
+    work.peak_sizes = other_sizes(fit.replay, work.joint.graph, work.peak.room - work.peak_part.beyond)
     Rewrite(work, needs, fit).run()
     work.is_cut = True
     work.remarks.append(_remark(needs, fit))
@@ -189,8 +189,8 @@ def _tell_unused(work: Work, needs: Needs) -> None:
 
 
 def _remark(needs: Needs, fit: Fit) -> str:
-    repeated = sum(n in needs.forms for n, _ in fit.held.repeated)
-    counts = Counter(form.counted for form in fit.held.kept.values())
+    repeated = sum(n in needs.forms for n, _ in fit.replay.repeated)
+    counts = Counter(form.counted for form in fit.replay.kept.values())
     words = (Own.counted, Low.counted, *sorted(counts.keys() - {Own.counted, Low.counted}))
     said = ", ".join(f"{counts[word]} {word}" for word in words)
     return f"peak budget: {said.replace(' ', ' values are ', 1)}, {repeated} computed again in backward"

@@ -24,7 +24,7 @@ from fxprec.kernels.host import WAIT_OFFLOAD
 from fxprec.passes import choose_crossings
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.replay.loops import Loops
-from fxprec.passes.analysis.replay.step import Held
+from fxprec.passes.analysis.replay.step import Replay
 from fxprec.plan.explain import peak_lines
 from fxprec.report.compare import differences
 
@@ -152,13 +152,13 @@ def test_what_waits_in_host_memory_is_there_for_a_second_backward() -> None:
     assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), once, strict=True))  # type: ignore[arg-type]
 
 
-def held_by(**options: Any) -> Held:
-    found: list[Held] = []
+def replayed(**options: Any) -> Replay:
+    found: list[Replay] = []
     solved = choose_crossings.within_budget
 
     def watch(work: Any, needs: Any, *rest: Any) -> Any:
         fit, peak = solved(work, needs, *rest)
-        found.append(fit.held)
+        found.append(fit.replay)
         return fit, peak
 
     with pytest.MonkeyPatch.context() as patch:
@@ -168,30 +168,30 @@ def held_by(**options: Any) -> Held:
 
 
 def test_between_its_last_use_and_its_first_in_backward_it_holds_nothing() -> None:
-    held = held_by(peak_budget="70%", ways=("offload",))
-    assert held.hosts
-    for value in held.hosts:
-        line = held.timeline
-        there = [held.lives(value, time, recomputed=False) for time in range(len(line.order))]
-        leaves, read = line.order.index(held.hosts[value]), line.order.index(held.back[value])
+    replay = replayed(peak_budget="70%", ways=("offload",))
+    assert replay.hosts
+    for value in replay.hosts:
+        line = replay.timeline
+        there = [replay.lives(value, time, recomputed=False) for time in range(len(line.order))]
+        leaves, read = line.order.index(replay.hosts[value]), line.order.index(replay.back[value])
         assert there[leaves], "it counts while it is copied"
         assert there[read]
-        copy = held.copies.get(value, held.at[value])
-        last = max([leaves, *(line.order.index(i) for i in _readers(held, copy) if i < held.border)])
-        sent, comes = line.dies[copy], line.born[held.back[value]]
+        copy = replay.copies.get(value, replay.at[value])
+        last = max([leaves, *(line.order.index(i) for i in _readers(replay, copy) if i < replay.border)])
+        sent, comes = line.dies[copy], line.born[replay.back[value]]
         assert sent >= last
         assert comes <= read
-        assert held.sent[value] is held.anchors[line.order[sent]]
-        assert held.fetched[value] is held.anchors[line.order[comes]]
+        assert replay.sent[value] is replay.anchors[line.order[sent]]
+        assert replay.fetched[value] is replay.anchors[line.order[comes]]
         assert not any(there[sent + 1 : comes]), value
         assert comes >= line.split > sent
-    assert any(line.born[i] < line.order.index(i) for i in held.back.values()), "some come back before they are read"
+    assert any(line.born[i] < line.order.index(i) for i in replay.back.values()), "some come back before they are read"
 
 
-def _readers(held: Held, item: int) -> list[int]:
+def _readers(replay: Replay, item: int) -> list[int]:
     """Return the kernels that read an item's memory."""
-    reads = Loops(held.items).reads
-    return [i for i in held.timeline.order if item in reads[i]]
+    reads = Loops(replay.items).reads
+    return [i for i in replay.timeline.order if item in reads[i]]
 
 
 def test_a_plan_is_the_same_every_time() -> None:

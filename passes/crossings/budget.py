@@ -43,13 +43,13 @@ def within_budget(work: Work, needs: Needs, goal: PeakBudget, progress: Progress
         if fit.excess(bound) > 0:
             whole = everything if part.budget is None and not free else 0
             raise _out_of_reach(budget, fit.peak + part.beside + part.beyond, free, work, fit, whole)
-    unsited = {node: form for node, form in fit.held.kept.items() if node not in needs.rows}
+    unsited = {node: form for node, form in fit.replay.kept.items() if node not in needs.rows}
     seconds = rates.step(needs.step)
     peak = PeakBytes(
         budget=budget,
         high=everything,
         planned=fit.peak + part.beyond,
-        live=fit.held.live_by_kind(),
+        live=fit.replay.live_by_kind(),
         kept=tuple(node.name for node, form in unsited.items() if not form.is_on_host),
         offloaded=tuple(node.name for node, form in unsited.items() if form.is_on_host),
         graphs=part.num_graphs,
@@ -63,7 +63,7 @@ def within_budget(work: Work, needs: Needs, goal: PeakBudget, progress: Progress
 
 
 def _point(fit: Fit, seconds: float) -> PeakPoint:
-    live = fit.held.live_by_kind(_MOMENTS)
+    live = fit.replay.live_by_kind(_MOMENTS)
     return PeakPoint(peak=fit.peak, waiting=fit.waiting, seconds=seconds + fit.seconds, live=live)
 
 
@@ -83,12 +83,12 @@ def _out_of_reach(budget: int, least: int, free: int, work: Work, fit: Fit, high
 
 def _what_holds(fit: Fit, work: Work) -> str:
     """Return the largest tensors that are live at the peak, with the user's modules and lines, and their bytes."""
-    timeline, held = fit.held.timeline, fit.held
+    timeline, replay = fit.replay.timeline, fit.replay
     peak = max(range(len(timeline.live)), key=timeline.live.__getitem__)
     living = [i for i, born in timeline.born.items() if born <= peak <= timeline.dies[i]]
-    largest = sorted(living, key=lambda i: -held.items[i].bytes)[:3]
-    sizes = (readable(held.items[i].bytes).partition(" (")[0] for i in largest)
-    return ", ".join(f"{size} {_whose(held.made[i], work)}" for i, size in zip(largest, sizes, strict=True))
+    largest = sorted(living, key=lambda i: -replay.items[i].bytes)[:3]
+    sizes = (readable(replay.items[i].bytes).partition(" (")[0] for i in largest)
+    return ", ".join(f"{size} {_whose(replay.made[i], work)}" for i, size in zip(largest, sizes, strict=True))
 
 
 def _whose(node: Node, work: Work) -> str:

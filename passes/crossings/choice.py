@@ -1,7 +1,7 @@
 """Choose which values to keep, narrow or recompute, so that a step takes the least time within a memory bound.
 
 Which tensors are live at a moment depends on the choice. So bounds are added one by one: choose (`problem`), replay the
-step (`step.Held`), add a row for each moment above the budget with the live bytes of the replay, and choose again.
+step (`step.Replay`), add a row for each moment above the budget with the live bytes of the replay, and choose again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from torch.fx import Node
 
 from fxprec.passes.analysis.replay.kernels import Kind, bytes_of, kind_of
-from fxprec.passes.analysis.replay.step import Held
+from fxprec.passes.analysis.replay.step import Replay
 from fxprec.passes.analysis.ways import Form, Way
 from fxprec.passes.crossings.checkpoints import checkpoints
 from fxprec.passes.crossings.problem import EXACT, Problem, Row, Ways
@@ -49,7 +49,7 @@ class Moment:
 class Fit:
     """A choice, and the tensors in memory when it is replayed."""
 
-    held: Held
+    replay: Replay
     ways: Ways
     seconds: float
     """Predicted time of recomputing, rounding and moving values."""
@@ -57,12 +57,12 @@ class Fit:
     @property
     def peak(self) -> int:
         """Return the live bytes at the step's peak."""
-        return self.held.peak
+        return self.replay.peak
 
     @property
     def waiting(self) -> int:
         """Return the bytes that are live between forward and backward: saved tensors and outputs."""
-        return self.held.timeline.waiting
+        return self.replay.timeline.waiting
 
     def excess(self, bound: Bound) -> float:
         """Return the most bytes by which the choice exceeds either limit of a bound; 0 or less if it does not."""
@@ -109,9 +109,9 @@ class Chooser:
     @cached_property
     def _checkpointed(self) -> list[Fit]:
         """Return the choice of least peak that keeps one value of each equal block; empty if no blocks are equal."""
-        size, found = len(self.unlimited.held.items), list[Fit]()
+        size, found = len(self.unlimited.replay.items), list[Fit]()
         for ways in checkpoints(self.problem, self.unlimited.ways):
-            if not self.problem.effort.replay(size):
+            if not self.problem.effort.take_replay(size):
                 break
             found.append(self.replayed(ways))
         return sorted(found, key=lambda fit: fit.peak)[:1]
@@ -171,7 +171,7 @@ class Chooser:
         best, effort = fit, self.problem.effort
         while best.peak > enough:
             for ways in self._neighbours(best):
-                if not effort.replay(len(best.held.items)):
+                if not effort.take_replay(len(best.replay.items)):
                     return best
                 if (found := self.replayed(ways)).peak < best.peak:
                     best = found
@@ -182,10 +182,10 @@ class Chooser:
 
     def _neighbours(self, fit: Fit) -> Iterator[Ways]:
         """Yield choices that differ in one value that is live at the peak: it is not kept, or kept in another form."""
-        live = fit.held.timeline.live
+        live = fit.replay.timeline.live
         top = max(range(len(live)), key=live.__getitem__, default=0)
         kept = {node: way for node, way in fit.ways.items() if isinstance(way, Form)}
-        living = [node for node in kept if fit.held.lives(node, top, recomputed=False)]
+        living = [node for node in kept if fit.replay.lives(node, top, recomputed=False)]
         for node in sorted(living, key=lambda n: -self.problem.size(n, kept[n])):
             size = self.problem.size(node, kept[node])
             others = [way for way in self.problem.ways(node) if isinstance(way, Form) and way != kept[node]]
@@ -200,12 +200,12 @@ class Chooser:
         """Return a choice whose values at the peak have their narrowest forms, as long as that lowers the peak."""
         best = fit
         while True:
-            live = best.held.timeline.live
+            live = best.replay.timeline.live
             top = max(range(len(live)), key=live.__getitem__, default=0)
             ways = dict(best.ways)
             sources = {s for n, way in ways.items() if not isinstance(way, Form) for s in self.problem.sources(n)}
             for node, way in best.ways.items():
-                if isinstance(way, Form) and node not in sources and best.held.lives(node, top, recomputed=False):
+                if isinstance(way, Form) and node not in sources and best.replay.lives(node, top, recomputed=False):
                     ways[node] = self.problem.narrowest(node)
             found = self.replayed(ways)
             if found.peak >= best.peak:
@@ -217,7 +217,7 @@ class Chooser:
         needs, inputs = self.problem.needs, self.problem.inputs
         kept = {node: form for node, form in needs.kept.items() if needs.step.is_there(node)}  # copies of inputs
         kept |= {node: way for node, way in ways.items() if isinstance(way, Form) and node not in inputs}
-        return Fit(Held(needs.step, kept), ways, sum(self.problem.seconds(node, way) for node, way in ways.items()))
+        return Fit(Replay(needs.step, kept), ways, sum(self.problem.seconds(node, way) for node, way in ways.items()))
 
     def _wanted_when(self) -> tuple[dict[Node, int], dict[Node, int]]:
         """Return when backward first and last reads each value, by position among backward's nodes.
@@ -248,7 +248,7 @@ class Chooser:
 
     def _moments(self, fit: Fit, bound: Bound) -> Iterator[Moment]:
         """Yield the moments above a bound at which most bytes are live."""
-        live = fit.held.timeline.live
+        live = fit.replay.timeline.live
         tops = [
             t
             for t in range(len(live))
@@ -268,15 +268,15 @@ class Chooser:
         for (node, way), column in self.problem.columns.items():
             if isinstance(way, Form) and not way.is_on_host:
                 is_chosen = fit.ways.get(node) == way
-                if not is_chosen or fit.held.lives(node, fit.held.timeline.split, recomputed=False):
+                if not is_chosen or fit.replay.lives(node, fit.replay.timeline.split, recomputed=False):
                     yield column, float(self.problem.size(node, way))
 
     def _living(self, fit: Fit, time: int) -> Iterator[tuple[int, float]]:
         """Yield the columns of ways that live at one time of a replayed step, or would, and their bytes."""
-        anchor = fit.held.anchors[fit.held.timeline.order[time]]
+        anchor = fit.replay.anchors[fit.replay.timeline.order[time]]
         for (node, way), column in self.problem.columns.items():
             if fit.ways.get(node) == way:
-                lives = fit.held.lives(node, time, recomputed=not isinstance(way, Form))
+                lives = fit.replay.lives(node, time, recomputed=not isinstance(way, Form))
             else:
                 lives = self._would_live(node, anchor, way)
             if lives:

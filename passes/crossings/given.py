@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from fxprec.errors import PlanError
 from fxprec.passes.analysis.replay.kernels import can_repeat
-from fxprec.passes.analysis.replay.step import Held
+from fxprec.passes.analysis.replay.step import Replay
 from fxprec.passes.analysis.ways import Demand, Form
 from fxprec.passes.base import GivenPeak, Work
 from fxprec.passes.crossings.choice import Fit
@@ -34,16 +34,16 @@ def as_given(work: Work, needs: Needs, given: GivenPeak) -> tuple[Fit, PeakBytes
             kept[node] = _moved(others, f"peak_bytes.offloaded ({node.name})")
         elif node.name in names:
             kept[node] = own
-    held = Held(needs.step, kept)
-    for node, _ in held.repeated:
+    replay = Replay(needs.step, kept)
+    for node, _ in replay.repeated:
         if node not in needs.step.decoded and not can_repeat(node):
             raise PlanError(
                 f"the given plan leaves out {node.name}, which backward needs and which cannot be computed again; give "
                 "its site the way 'keep', or plan again"
             )
         _refuse_sources(needs, node, kept)
-    overlap(held, Rates.of(work.joint.table.meta["val"].device), work.peak_part.bound(given.peak.budget).peak)
-    return Fit(held, kept, 0.0), replace(given.peak, planned=held.peak, live=held.live_by_kind())
+    overlap(replay, Rates.of(work.joint.table.meta["val"].device), work.peak_part.bound(given.peak.budget).peak)
+    return Fit(replay, kept, 0.0), replace(given.peak, planned=replay.peak, live=replay.live_by_kind())
 
 
 def _form_of(needs: Needs, node: Node, site: Site) -> Form:

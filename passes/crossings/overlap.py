@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fxprec.passes.analysis.replay.step import Held
+from fxprec.passes.analysis.replay.step import Replay
 from fxprec.passes.crossings.choice import Fit
 from fxprec.passes.crossings.costs import Rates
 from fxprec.passes.crossings.problem import Problem
@@ -63,58 +63,58 @@ def waits(seconds: Sequence[float], live: Sequence[float], copies: Sequence[Copy
     return Waits(behind, clock - sum(seconds))
 
 
-def overlap(held: Held, rates: Rates, bound: float) -> float:
+def overlap(replay: Replay, rates: Rates, bound: float) -> float:
     """Overlap the copies of a replayed step with its kernels, within ``bound``; return the exposed seconds.
 
     Afterwards the replay also counts tensors that wait for their copy.
     """
-    if not held.hosts:
+    if not replay.hosts:
         return 0.0
-    line = held.timeline
+    line = replay.timeline
     time = {item: t for t, item in enumerate(line.order)}
-    seconds, end = _seconds(held, rates), len(line.order) - 1
-    values = [value for value, _ in held.reloaded]
+    seconds, end = _seconds(replay, rates), len(line.order) - 1
+    values = [value for value, _ in replay.reloaded]
 
     def stored(value: object) -> int:
-        return held.copies.get(value, held.at[value])  # type: ignore[call-overload, index, no-any-return]
+        return replay.copies.get(value, replay.at[value])  # type: ignore[call-overload, index, no-any-return]
 
     def copy(value: object, at: int, needless: int) -> Copy:
-        size = held.items[held.back[value]].bytes  # type: ignore[index]
+        size = replay.items[replay.back[value]].bytes  # type: ignore[index]
         return Copy(at, needless, size, size / rates.host_bytes_per_s)
 
-    out = [copy(v, time[held.hosts[v]], line.dies[stored(v)]) for v in values]
+    out = [copy(v, time[replay.hosts[v]], line.dies[stored(v)]) for v in values]
     found = waits(seconds[: line.split], line.live[: line.split], out, bound)
     # With time reversed a copy back is a copy out: it begins at its reader, and its tensor is live until it is done.
-    back = sorted(values, key=lambda v: -time[held.back[v]])
-    returns = [copy(v, end - time[held.back[v]], end - time[held.back[v]]) for v in back]
+    back = sorted(values, key=lambda v: -time[replay.back[v]])
+    returns = [copy(v, end - time[replay.back[v]], end - time[replay.back[v]]) for v in back]
     turned = waits(seconds[: line.split - 1 : -1], line.live[: line.split - 1 : -1], returns, bound)
     for value, behind in zip(values, found.behind, strict=True):
         line.extend(stored(value), dies=behind)
-        held.sent[value] = held.anchors[line.order[behind]]
+        replay.sent[value] = replay.anchors[line.order[behind]]
     for value, ahead in zip(back, turned.behind, strict=True):
-        line.extend(held.back[value], born=end - ahead)
-        held.fetched[value] = held.anchors[line.order[end - ahead]]
+        line.extend(replay.back[value], born=end - ahead)
+        replay.fetched[value] = replay.anchors[line.order[end - ahead]]
     return found.exposed + turned.exposed
 
 
-def _seconds(held: Held, rates: Rates) -> list[float]:
+def _seconds(replay: Replay, rates: Rates) -> list[float]:
     """Return the seconds of each kernel of a replay; copies to and from host memory take none of their stream."""
-    lane, stored = {*held.hosts.values(), *held.back.values()}, {*held.copies.values()}
+    lane, stored = {*replay.hosts.values(), *replay.back.values()}, {*replay.copies.values()}
 
     def taken(item: int) -> float:
         if item in lane:
             return 0.0
-        return held.items[item].bytes / rates.bytes_per_s if item in stored else rates.running(held.made[item])
+        return replay.items[item].bytes / rates.bytes_per_s if item in stored else rates.running(replay.made[item])
 
-    return [taken(item) for item in held.timeline.order]
+    return [taken(item) for item in replay.timeline.order]
 
 
 def overlapped(fit: Fit, problem: Problem, bound: float) -> Fit:
     """Return a choice with its copies overlapped within ``bound``, and with only the exposed time in its seconds."""
-    if not fit.held.hosts:
+    if not fit.replay.hosts:
         return fit
-    held = Held(problem.needs.step, fit.held.kept)
-    moved = [(node, form) for node, form in held.kept.items() if form.is_on_host]
+    replay = Replay(problem.needs.step, fit.replay.kept)
+    moved = [(node, form) for node, form in replay.kept.items() if form.is_on_host]
     counted = sum(problem.moving(problem.size(node, form)) for node, form in moved)
-    exposed = overlap(held, problem.rates, bound) + 2 * len(moved) * problem.rates.call_s
-    return replace(fit, held=held, seconds=fit.seconds - counted + exposed)
+    exposed = overlap(replay, problem.rates, bound) + 2 * len(moved) * problem.rates.call_s
+    return replace(fit, replay=replay, seconds=fit.seconds - counted + exposed)

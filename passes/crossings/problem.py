@@ -75,12 +75,12 @@ class Effort:
         self.nodes += nodes
         self.progress.show(f"planning what backward gets: search {self.searches}, {self.nodes} nodes")
 
-    def replay(self, items: int) -> bool:
+    def take_replay(self, items: int) -> bool:
         """Subtract a replay of ``items`` from the allowance; return whether it may run."""
         self.items -= items
         return self.items >= 0
 
-    def take(self, columns: int) -> bool:
+    def take_search(self, columns: int) -> bool:
         """Subtract a search of ``columns`` from the allowance, or return False if the search is too large."""
         if columns > self.columns:
             return False
@@ -258,7 +258,7 @@ class Problem:
         if open_ways <= _WIDE:
             found = self._searched(constraints, eye_array(len(self.cost)).tocsr(), relaxed, gap)
         least = float(self.cost @ relaxed)
-        if (found is None or self.cost @ found > (1 + gap) * least) and self.effort.take(self._tied.shape[1]):
+        if (found is None or self.cost @ found > (1 + gap) * least) and self.effort.take_search(self._tied.shape[1]):
             rivals = [x for x in (found, self._searched(constraints, self._tied, None, gap)) if x is not None]
             found = min(rivals, key=lambda x: float(self.cost @ x), default=None)
         if found is None:

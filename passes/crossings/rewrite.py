@@ -37,7 +37,7 @@ class Rewrite:
 
     def __post_init__(self) -> None:
         self.graph: Graph = self.work.joint.graph
-        self.kept = self.fit.held.kept
+        self.kept = self.fit.replay.kept
         self.stage = Stage(self.work, self.needs, self.kept)
 
     def run(self) -> None:
@@ -49,9 +49,9 @@ class Rewrite:
         """Edit the graph."""
         for node, form in sorted(self.kept.items(), key=lambda item: not item[1].is_random):  # random ones draw a seed
             form.store(node, self.stage)
-        for node, reader in self.fit.held.reloaded:
+        for node, reader in self.fit.replay.reloaded:
             self._move(node, reader)
-        for node, reader in self.fit.held.repeated:
+        for node, reader in self.fit.replay.repeated:
             self._repeat(node, reader)
         for reader in self.needs.step.backward:
             self._read_new(reader)
@@ -65,10 +65,10 @@ class Rewrite:
         copy = node if decoded is None else decoded.all_input_nodes[0]
         with self.graph.inserting_before(insertion_point_after(copy).next):
             begun = emit_call(self.graph, Offload(copy), node)
-        sent = max(begun, insertion_point_after(self.fit.held.sent[node]))
+        sent = max(begun, insertion_point_after(self.fit.replay.sent[node]))
         with self.graph.inserting_before(sent.next):
             host = emit_call(self.graph, WaitOffload(begun, copy), node)
-        with self.graph.inserting_before(max(host.next, min(self.fit.held.fetched[node], reader))):
+        with self.graph.inserting_before(max(host.next, min(self.fit.replay.fetched[node], reader))):
             coming = self._in_backward(Reload(host, self.work.book.table), node, copy)
         with self.graph.inserting_before(reader):
             back = self._in_backward(WaitReload(coming), node, copy)
@@ -136,7 +136,7 @@ class Rewrite:
 
     def _tell_sites(self) -> None:
         """Record in each site the way of its value."""
-        sites, repeated = self.work.book.sites, {node for node, _ in self.fit.held.repeated}
+        sites, repeated = self.work.book.sites, {node for node, _ in self.fit.replay.repeated}
         for node, row in self.needs.rows.items():
             if node in self.kept:
                 sites[row] = self.kept[node].said(sites[row], node, self.stage)

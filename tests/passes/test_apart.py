@@ -221,7 +221,7 @@ def test_a_sum_waits_and_not_its_addends(monkeypatch: pytest.MonkeyPatch) -> Non
         fits: list[Fit] = []
         monkeypatch.setattr(choose_crossings, "_remark", lambda needs, fit: fits.append(fit) or "")
         gradients(model, compiled(model))
-        timeline = fits[-1].held.timeline
+        timeline = fits[-1].replay.timeline
         return max(timeline.live[timeline.split :])
 
     model = Residual()

@@ -76,7 +76,7 @@ def test_a_form_of_a_larger_error_costs_more(node: Node) -> None:
 
 def test_the_note_counts_every_form() -> None:
     forms = dict(enumerate((Own(), THIN, THIN, OnHost(Low(E4M3FN)))))
-    fit = SimpleNamespace(held=SimpleNamespace(kept=forms, repeated=()))
+    fit = SimpleNamespace(replay=SimpleNamespace(kept=forms, repeated=()))
     assert _remark(needs(), cast("Any", fit)) == (
         "peak budget: 1 values are kept, 0 kept in 8 bits, 1 in host memory, 2 in rank 8, 0 computed again in backward"
     )

@@ -266,8 +266,8 @@ def test_of_all_choices_with_host_memory_it_finds_the_one_of_least_time() -> Non
 def test_no_value_kept_at_the_least_peak_could_go_another_way(chooser: Chooser) -> None:
     best = chooser.lowered(chooser.unlimited)
     assert best.peak < 0.8 * chooser.unlimited.peak
-    live, kept = best.held.timeline.live, {node: way for node, way in best.ways.items() if isinstance(way, Form)}
-    at_peak = [node for node in kept if best.held.lives(node, live.index(max(live)), recomputed=False)]
+    live, kept = best.replay.timeline.live, {node: way for node, way in best.ways.items() if isinstance(way, Form)}
+    at_peak = [node for node in kept if best.replay.lives(node, live.index(max(live)), recomputed=False)]
     without = [{node: way for node, way in kept.items() if node is not left} for left in at_peak]
     low = [kept | {n: way} for n, way in chooser.problem.columns if n in at_peak and isinstance(way, Low)]
     rivals = [ways for tried in (*without, *low) if (ways := chooser.problem.completed(tried)) is not None]
@@ -339,10 +339,10 @@ def test_block_formats_never_make_a_choice_worse(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_converted_for_a_gemm_and_kept_in_that_dtype_is_one(chooser: Chooser) -> None:
-    held = chooser.replayed({node: way for node, way in chooser.problem.columns if isinstance(way, Own)}).held
-    copied = {node for node, form in held.kept.items() if form.format is not None}
-    kept = [n for n in held.at if n.target in CASTS and n.all_input_nodes[0] in copied]
-    assert {n for n in kept if held.items[held.at[n]].kind is Kind.VIEW}
+    replay = chooser.replayed({node: way for node, way in chooser.problem.columns if isinstance(way, Own)}).replay
+    copied = {node for node, form in replay.kept.items() if form.format is not None}
+    kept = [n for n in replay.at if n.target in CASTS and n.all_input_nodes[0] in copied]
+    assert {n for n in kept if replay.items[replay.at[n]].kind is Kind.VIEW}
 
 
 def test_less_memory_never_takes_less_time(chooser: Chooser) -> None:
@@ -386,5 +386,5 @@ def test_what_follows_a_relu_is_computed_again_from_its_copy_in_8_bits() -> None
     ways = found.problem.completed(kept)
     assert ways is not None
     assert [type(ways[node]) for node in relus] == [Low, Recompute, Low, Recompute]
-    products = [node for node, _ in found.replayed(ways).held.repeated if node.target is aten.addmm.default]
+    products = [node for node, _ in found.replayed(ways).replay.repeated if node.target is aten.addmm.default]
     assert len(products) == 2, "one for each ReLU of which nothing is kept"

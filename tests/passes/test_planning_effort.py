@@ -96,7 +96,7 @@ def test_plans_repeat_bit_for_bit() -> None:
 
 
 def test_a_budget_out_of_reach_says_so_within_the_same_effort(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: dict[str, list[int]] = {"take": [], "replay": []}
+    taken: dict[str, list[int]] = {"take_search": [], "take_replay": []}
 
     def watch(name: str) -> None:
         asked = getattr(problems.Effort, name)
@@ -108,10 +108,10 @@ def test_a_budget_out_of_reach_says_so_within_the_same_effort(monkeypatch: pytes
 
         monkeypatch.setattr(problems.Effort, name, watched)
 
-    watch("take")
-    watch("replay")
+    watch("take_search")
+    watch("take_replay")
     backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget=1000)
     with pytest.raises(BudgetError, match="the least peak found holds"):
         torch.compile(transformer(4), backend=backend)(TOKENS)
-    assert sum(taken["take"]) <= 3 * problems._EFFORT, "of everything kept, within the budget, and the least"
-    assert 0 < sum(taken["replay"]) <= problems._REPLAYED, "within the budget and the least together"
+    assert sum(taken["take_search"]) <= 3 * problems._EFFORT, "of everything kept, within the budget, and the least"
+    assert 0 < sum(taken["take_replay"]) <= problems._REPLAYED, "within the budget and the least together"

@@ -13,7 +13,7 @@ import torch
 from sympy import Symbol
 from torch.fx import Graph
 
-from fxprec.passes.analysis.replay.step import Held
+from fxprec.passes.analysis.replay.step import Replay
 from fxprec.passes.analysis.sizes import Ranges, evaluated, ranges_of, traced, used_in, where_all_fit
 from fxprec.passes.notice import readable
 
@@ -58,9 +58,9 @@ class OtherSizes:
         return evaluated(self.moments, self.ranges)
 
 
-def other_sizes(held: Held, graph: Graph, room: int) -> OtherSizes | None:
+def other_sizes(replay: Replay, graph: Graph, room: int) -> OtherSizes | None:
     """Return a choice's live bytes at other sizes; None if they depend on no dynamic size."""
-    moments = sympy.Tuple(*dict.fromkeys(held.moments_in_sizes()))
+    moments = sympy.Tuple(*dict.fromkeys(replay.moments_in_sizes()))
     ranges = used_in([moments], ranges_of(graph))
     return OtherSizes(room, ranges, moments, _places(graph, ranges)) if ranges else None
 

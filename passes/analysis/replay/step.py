@@ -1,4 +1,4 @@
-"""Model a training step: its joint graph (`Step`), and the tensors in memory under one choice of ways (`Held`).
+"""Model a training step: its joint graph (`Step`), and the tensors in memory under one choice of ways (`Replay`).
 
 Backward reads forward values. A value that was saved, as it is or as a copy in some format, is read from memory. Any
 other value is recomputed when backward first needs it, from operands that are saved or recomputed in turn.
@@ -209,7 +209,7 @@ def _growth(node: Node) -> sympy.Expr:
 
 
 @dataclass
-class Held:
+class Replay:
     """The tensors in memory during a step under one choice: one item for each node that runs or is repeated."""
 
     step: Step
@@ -345,8 +345,9 @@ class Held:
 
     def lives(self, node: Node, time: int, *, recomputed: bool) -> bool:
         """Say whether a value is in memory at a time: its kept copy, or with ``recomputed`` the recomputed value."""
-        kept = [self.copies.get(node, self.at[node]), self.back.get(node)]
-        items = [self.read_from.get(node)] if recomputed else kept
+        items = (
+            [self.read_from.get(node)] if recomputed else [self.copies.get(node, self.at[node]), self.back.get(node)]
+        )
         born, dies = self.timeline.born, self.timeline.dies
         return any(born[item] <= time <= dies[item] for item in items if item is not None and item in born)
 
