@@ -87,11 +87,11 @@ class Form(ABC):
         """Edit the graph so that it keeps ``value`` in this form and backward reads it back."""
 
     @abstractmethod
-    def said(self, site: Site, value: Node, stage: Stage) -> Site:
+    def plan_row(self, site: Site, value: Node, stage: Stage) -> Site:
         """Return the value's row of the plan."""
 
     @abstractmethod
-    def is_said_by(self, site: Site) -> bool:
+    def matches_row(self, site: Site) -> bool:
         """Say whether a plan's row asks for this form. The row of a promoted tensor asks for `Own`."""
 
 

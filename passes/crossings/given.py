@@ -48,7 +48,7 @@ def as_given(work: Work, needs: Needs, given: GivenPeak) -> tuple[Fit, PeakBytes
 
 def _form_of(needs: Needs, node: Node, site: Site) -> Form:
     """Return the form that a row of a given plan names. Raises `PlanError` if the value cannot have it."""
-    found, is_promoted = [f for f in needs.forms[node] if f.is_said_by(site)], site.promoted_at is not None
+    found, is_promoted = [f for f in needs.forms[node] if f.matches_row(site)], site.promoted_at is not None
     entry = f"sites[{site.id}].way ({site.tensor})"
     if site.way == "offload":
         if site.saved_as and not is_promoted:

@@ -139,7 +139,7 @@ class Rewrite:
         sites, repeated = self.work.book.sites, {node for node, _ in self.fit.replay.repeated}
         for node, row in self.needs.rows.items():
             if node in self.kept:
-                sites[row] = self.kept[node].said(sites[row], node, self.stage)
+                sites[row] = self.kept[node].plan_row(sites[row], node, self.stage)
             elif node in repeated:
                 sites[row] = row_of(sites[row], "recompute", self.stage.hi.name, _WHY_RECOMPUTED)
 

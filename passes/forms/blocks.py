@@ -55,8 +55,8 @@ class Blocks(Form):
         """Return the name of the block format that ``value`` is stored in, or of the mask if only its mask is read."""
         return (SIGNS if value in stage.only_masks else self.copy).name
 
-    def said(self, site: Site, value: Node, stage: Stage) -> Site:
+    def plan_row(self, site: Site, value: Node, stage: Stage) -> Site:
         return replace(row_of(site, "narrow", self.beside.name, ""), saved_as=self.saved_as(value, stage))
 
-    def is_said_by(self, site: Site) -> bool:
+    def matches_row(self, site: Site) -> bool:
         return site.way == "narrow" and site.saved_as == self.copy.name and site.promoted_at is None

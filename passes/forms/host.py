@@ -56,9 +56,9 @@ class OnHost(Form):
         if self.format is not None:
             self.form.store(value, stage)
 
-    def said(self, site: Site, value: Node, stage: Stage) -> Site:
-        return replace(self.form.said(site, value, stage), way="offload", why=_WHY)
+    def plan_row(self, site: Site, value: Node, stage: Stage) -> Site:
+        return replace(self.form.plan_row(site, value, stage), way="offload", why=_WHY)
 
-    def is_said_by(self, site: Site) -> bool:
+    def matches_row(self, site: Site) -> bool:
         is_low = isinstance(self.form, Low) and site.format == self.form.copy.name
         return site.way == "offload" and (is_low or isinstance(self.form, Own))

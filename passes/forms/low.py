@@ -30,8 +30,8 @@ class Low(Form):
     def store(self, value: Node, stage: Stage) -> None:
         stage.store_copy(value, self.copy)
 
-    def said(self, site: Site, value: Node, stage: Stage) -> Site:
+    def plan_row(self, site: Site, value: Node, stage: Stage) -> Site:
         return row_of(site, "narrow", self.copy.name, stage.needs.refused.get(value, ""))
 
-    def is_said_by(self, site: Site) -> bool:
+    def matches_row(self, site: Site) -> bool:
         return site.way == "narrow" and not site.saved_as and site.promoted_at is None

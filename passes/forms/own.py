@@ -39,9 +39,9 @@ class Own(Form):
             for x, read in Dequantize.among(list(q.users)):
                 x.replace_all_uses_with(stage.as_dtype(value, read.dtype, x))
 
-    def said(self, site: Site, value: Node, stage: Stage) -> Site:
+    def plan_row(self, site: Site, value: Node, stage: Stage) -> Site:
         fmt = self.copy or (parse("fp32") if tensor_of(value).dtype == torch.float32 else stage.hi)
         return row_of(site, "keep", fmt.name, _WHY)
 
-    def is_said_by(self, site: Site) -> bool:
+    def matches_row(self, site: Site) -> bool:
         return site.way in ("keep", "narrow") or site.promoted_at is not None  # narrow: of a value without a low copy

@@ -31,7 +31,7 @@ class Thin(Low):
     counted = "in rank 8"
     error = 1.0
 
-    def is_said_by(self, site: Site) -> bool:
+    def matches_row(self, site: Site) -> bool:
         return cast("str", site.way) == "thin" and site.promoted_at is None
 
 
