@@ -13,7 +13,7 @@ class Notice:
     detail: str
 
 
-def raised(wanted: int, high: int) -> str:
+def budget_text(wanted: int, high: int) -> str:
     """Return a budget in bytes, and in percent of ``high``, the peak in bytes with every value saved (0: unknown)."""
     return readable(wanted) + (f", {-(-100 * wanted // high)}%" if high else "")
 

@@ -12,7 +12,12 @@ from fxprec.config import Settings
 from fxprec.driver.event_log import EventLog
 from fxprec.errors import BudgetError
 from fxprec.passes.crossings.reserve import enough_for
-from fxprec.passes.notice import raised, readable
+<<<<<<< HEAD:fxprec/driver/attempts.py
+from fxprec.passes.notice import budget_text, readable
+=======
+from fxprec.passes.crossings.together import Together
+from fxprec.passes.notice import budget_text, readable
+>>>>>>> 4ab9537 (passes: notice.raised is budget_text, because it formats a budget and raises nothing):fxprec/driver/budget.py
 from fxprec.passes.part import Part
 from fxprec.plan import PeakBytes
 
@@ -99,7 +104,7 @@ class PeakAttempts:
             high = 0 if planned.graphs > 1 or planned.reserved else planned.high
             asked = f"{readable(planned.budget)}{beside}"
             found = f"of {ATTEMPTS} plans made for it the best holds {readable(least)} as compiled"
-            raise BudgetError.of_peak(asked, found, wanted, raised(wanted, high), ["take a smaller batch"])
+            raise BudgetError.of_peak(asked, found, wanted, budget_text(wanted, high), ["take a smaller batch"])
         assert planned.waiting is not None
         part = self.part
         if held > planned.room:

@@ -16,7 +16,7 @@ from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.crossings.problem import Problem
 from fxprec.passes.crossings.progress import Progress
 from fxprec.passes.crossings.reserve import enough_for, reserved
-from fxprec.passes.notice import raised, readable
+from fxprec.passes.notice import budget_text, readable
 from fxprec.plan.lines import place
 from fxprec.plan.rows import PeakBytes, PeakPoint
 
@@ -78,7 +78,7 @@ def _out_of_reach(budget: int, least: int, free: int, work: Work, fit: Fit, high
         ways.append(f"choose a recipe with a low format ({work.settings.recipe.name!r} has none)")
     left = f", {readable(free)} of it left free for libraries" if free else ""
     found = f"the least peak found holds {readable(least)}, {_what_holds(fit, work)} among them"
-    return BudgetError.of_peak(f"{readable(budget)}{left}", found, enough, raised(enough, high), ways)
+    return BudgetError.of_peak(f"{readable(budget)}{left}", found, enough, budget_text(enough, high), ways)
 
 
 def _what_holds(fit: Fit, work: Work) -> str:
