@@ -80,7 +80,8 @@ class _Readers:
 
     def _name_unknown(self) -> None:
         """Add a remark for each operator without a row in the table: what its backward reads keeps its own dtype."""
-        named = {kept.unknown.partition(" ")[0]: kept.unknown for _, kept in self.work.book.spared() if kept.unknown}
+        reasons = (reason for _, reason in self.work.book.kept_high())
+        named = {reason.unknown.partition(" ")[0]: reason.unknown for reason in reasons if reason.unknown}
         for name in named.values():
             self.work.remarks.append(
                 f"{name}: what its backward reads keeps its own dtype, since no table says how it bears rounding"

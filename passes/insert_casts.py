@@ -32,7 +32,7 @@ class InsertCasts(Pass):
             storage=work.settings.storage,
             low=work.assignment.low,
             given=None if work.given is None else work.given.sites,
-            kept={} if self.everywhere else sensitive.kept(work.grouped),
+            reasons_high={} if self.everywhere else sensitive.reasons_high(work.grouped),
             guards_gradients=isinstance(work.settings.grad_scaling, GradScaling),
             multiplies_codes=on_gpu and not self.everywhere,
         )

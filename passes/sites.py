@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from fxprec.config.recipes import Recipe
 from fxprec.errors import PlanError
 from fxprec.ir.calls import Call
-from fxprec.ir.operators import Kept
+from fxprec.ir.operators import HighReason
 from fxprec.ir.symbolic import AS_STORED, Dequantize, KeepNonfinite, Quantize, stored_dtype
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis.joint import is_backward, operator_of, tensor_of
@@ -91,7 +91,7 @@ class SiteBook:
     storage: str
     low: frozenset[int]  # ids of the low counted tensors
     given: Sequence[Site] | None = None  # the sites of a plan to follow: row for row the same tensors
-    kept: Mapping[int, Kept] = field(default_factory=dict)  # id -> why 8 bits would spoil it (`analysis.sensitive`)
+    reasons_high: Mapping[int, HighReason] = field(default_factory=dict)  # by id, from `analysis.sensitive`
     guards_gradients: bool = False  # scaled gradients saturate, and keep the model's own inf and NaN
     multiplies_codes: bool = False  # GEMMs may multiply gradients' codes, which then need codes of inf and NaN
     sites: list[Site] = field(default_factory=list)
@@ -132,27 +132,27 @@ class SiteBook:
         return self.guards_gradients and kind.startswith("grad") and not fmt.has_float32_range
 
     def _wanted(self, tensor: CountedTensor, dtype: torch.dtype) -> Format:
-        kept = self.kept.get(tensor.id)
-        if kept is not None:
-            return parse(_BY_DTYPE[dtype]) if kept.as_it_is else self.recipe.hi
-        return self._unless_kept(tensor)
+        reason = self.reasons_high.get(tensor.id)
+        if reason is not None:
+            return parse(_BY_DTYPE[dtype]) if reason.as_it_is else self.recipe.hi
+        return self._assigned_format(tensor)
 
-    def _unless_kept(self, tensor: CountedTensor) -> Format:
+    def _assigned_format(self, tensor: CountedTensor) -> Format:
         return self.recipe.format_of(tensor.kind, low=tensor.id in self.low)
 
     def _why(self, tensor: CountedTensor, dtype: torch.dtype) -> str:
         """Return why a tensor is not in the format that its group or the policy gives it, or ``""``."""
-        kept = self.kept.get(tensor.id)
-        return kept.why if kept is not None and self._wanted(tensor, dtype) != self._unless_kept(tensor) else ""
+        reason = self.reasons_high.get(tensor.id)
+        return reason.why if reason is not None and self._wanted(tensor, dtype) != self._assigned_format(tensor) else ""
 
-    def spared(self) -> Iterator[tuple[Site, Kept]]:
+    def kept_high(self) -> Iterator[tuple[Site, HighReason]]:
         """Yield (site, reason) for each site that keeps more bits because 8 bits would spoil the tensor."""
-        for tensor, kept in self.kept.items():
+        for tensor, reason in self.reasons_high.items():
             site = self._by_tensor.get(tensor)
             if site is not None:
                 fmt = self.recipe.format_of(site.kind, low=tensor in self.low)
                 if fmt.bits < parse(site.format).bits:
-                    yield site, kept
+                    yield site, reason
 
     def site(self, tensor: CountedTensor, dtype: torch.dtype) -> Site:
         """Return the tensor's row, which the first call opens.

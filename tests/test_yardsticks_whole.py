@@ -124,7 +124,7 @@ def test_torchbench_is_read_by_path(tmp_path: Path) -> None:
 def test_a_wrong_gradient_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 8-bit copies compared, as it was."""
     monkeypatch.setattr(CompareInForward, "apply", lambda self, work: None)
-    monkeypatch.setattr(sensitive, "kept", lambda grouped: {})
+    monkeypatch.setattr(sensitive, "reasons_high", lambda grouped: {})
     row = whole.measure(whole.Model("overlap", boxes), ["fp8"])
     assert row.cells["fp8"].verdict == FAILED
     assert "a gradient is off by" in row.cells["fp8"].detail

@@ -30,7 +30,7 @@ from torch.fx.node import map_arg
 
 import fxprec.ir.operators
 from benchmarks.yardsticks import exercise
-from fxprec.ir.operators import Kept, models
+from fxprec.ir.operators import HighReason, models
 from fxprec.passes.analysis import sensitive
 from fxprec.passes.analysis.groups import group_tensors
 from fxprec.passes.analysis.inputs import GraphInput
@@ -139,8 +139,8 @@ def measure_sample(gm: GraphModule, given: tuple[Any, ...], by: str, into: Measu
     mark_values(gm.graph)
     operators = recover_operators(joint)
     grouped = group_tensors(operators)
-    kept = sensitive.kept(grouped)
-    counted = {n: kept.get(tensor.id) for n, tensor in grouped.values.items() if is_plain_float(n)}
+    reasons = sensitive.reasons_high(grouped)
+    counted = {n: reasons.get(tensor.id) for n, tensor in grouped.values.items() if is_plain_float(n)}
     environments = [_environment(gm, joint, given, seed) for seed in range(DRAWS)]
     is_alone = sum(not op.is_view for op in operators.all) == 1
     for op in operators.all:
@@ -159,12 +159,12 @@ def measure_sample(gm: GraphModule, given: tuple[Any, ...], by: str, into: Measu
                 into.undetermined.add((op.aten, role))
 
 
-def _is_kept_anyway(kept: Kept | None, op: Operator) -> bool:
+def _is_kept_anyway(reason: HighReason | None, op: Operator) -> bool:
     """Say whether a value stays above 8 bits for another reason than how ``op``'s backward bears them."""
-    if kept is None or kept.unknown:
+    if reason is None or reason.unknown:
         return False
-    why, _, name = kept.why.rpartition(" (")
-    return kept in KEPT_ANYWAY or (why in BY_HAND and name != f"{op.aten})")
+    why, _, name = reason.why.rpartition(" (")
+    return reason in KEPT_ANYWAY or (why in BY_HAND and name != f"{op.aten})")
 
 
 def _environment(gm: GraphModule, joint: JointGraph, given: tuple[Any, ...], seed: int) -> dict[Node, Any]:

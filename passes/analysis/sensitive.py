@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from fxprec.ir.operators import Kept, Trait, column, having
+from fxprec.ir.operators import HighReason, Trait, column, having
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.joint import argument, has_tag, is_backward, numel_hint, readers, tensor_of, value
@@ -28,31 +28,31 @@ from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.plan.lines import named
 
 # By operator name: the reason why the result, or an operand, stays above 8 bits if the operator's backward reads it.
-RESULTS: Mapping[str, Kept] = {str(operator): kept for operator, kept in column("result").items()}
-OPERANDS: Mapping[str, Kept] = {str(operator): kept for operator, kept in column("operands").items()}
+RESULTS: Mapping[str, HighReason] = {str(operator): reason for operator, reason in column("result").items()}
+OPERANDS: Mapping[str, HighReason] = {str(operator): reason for operator, reason in column("operands").items()}
 # Operators whose backward tolerates 8 bits in the values that it reads, as GEMMs do. Values that the backward of any
 # other operator reads keep their own dtype.
 HARMLESS = frozenset(map(str, having(Trait.BEARS_ROUNDING)))
 
 EXPONENTIATED_OPERANDS: Mapping[object, tuple[int, ...]] = column("exponentiates")
-EXPONENTIATED = Kept("backward exponentiates it: an error of 0.5 in the exponent is a factor of 1.6")
-STATISTIC = Kept(
+EXPONENTIATED = HighReason("backward exponentiates it: an error of 0.5 in the exponent is a factor of 1.6")
+STATISTIC = HighReason(
     "it is a statistic: its one error is in every element it is spread over, and it takes next to nothing",
     as_it_is=True,
 )
-UNKNOWN = Kept("no table says how the backward that reads it bears rounding", as_it_is=True)
-COMPARED = Kept(
+UNKNOWN = HighReason("no table says how the backward that reads it bears rounding", as_it_is=True)
+COMPARED = HighReason(
     "backward asks where it equals another value: a rounded one equals it nowhere, and 0 / 0 is NaN", as_it_is=True
 )
 
 
-def kept(grouped: Grouped) -> dict[int, Kept]:
+def reasons_high(grouped: Grouped) -> dict[int, HighReason]:
     """Return why counted forward tensors stay above 8 bits when they are saved, by id.
 
     If a tensor has several reasons, the first that requires the tensor's own dtype is returned, or else the first.
     """
     reasons = _Reasons(grouped)
-    found: dict[int, Kept] = {}
+    found: dict[int, HighReason] = {}
     for node, tensor in grouped.values.items():
         known = list(reasons.of(node, tensor))
         if known:
@@ -66,14 +66,14 @@ class _Reasons:
     def __init__(self, grouped: Grouped) -> None:
         self.operators = operators = grouped.operators
         self.exponentiated, self.compared = _exponentiated(operators), _compared(operators)
-        self.operands: dict[Node, list[Kept]] = defaultdict(list)
+        self.operands: dict[Node, list[HighReason]] = defaultdict(list)
         for op in reversed(operators.all):
             if (entry := _entry(OPERANDS, op)) is not None:
                 for n in op.inputs:
                     if _is_meant(entry, n):
                         self.operands[operators.base(n)].append(_named(entry, op))
 
-    def of(self, node: Node, tensor: CountedTensor) -> Iterator[Kept]:
+    def of(self, node: Node, tensor: CountedTensor) -> Iterator[HighReason]:
         """Yield the reasons for one tensor."""
         if node in self.compared:
             yield COMPARED
@@ -88,7 +88,7 @@ class _Reasons:
             yield _named(entry, op)
 
 
-def _entry(table: Mapping[str, Kept], op: Operator) -> Kept | None:
+def _entry(table: Mapping[str, HighReason], op: Operator) -> HighReason | None:
     """Return the table's entry for an operator's overload, or for all its overloads, or None."""
     found = (table.get(name) for name in _names(op))
     return next((entry for entry in found if entry is not None), None)
@@ -99,12 +99,12 @@ def _names(op: Operator) -> tuple[str, str]:
     return str(op.nodes[0].meta.get("original_aten", op.nodes[0].target)), op.aten
 
 
-def _is_meant(entry: Kept, operand: Node) -> bool:
+def _is_meant(entry: HighReason, operand: Node) -> bool:
     val = value(operand)
     return entry.last_size is None or (val is not None and val.ndim > 0 and val.shape[-1] == entry.last_size)
 
 
-def _named(reason: Kept, op: Operator) -> Kept:
+def _named(reason: HighReason, op: Operator) -> HighReason:
     return replace(reason, why=f"{reason.why} ({op.aten})")
 
 
@@ -170,7 +170,7 @@ def _size(node: Node) -> int:
     return 0 if val is None else numel_hint(val)
 
 
-def _unknown_readers(operators: Operators, value: Node) -> Iterator[Kept]:
+def _unknown_readers(operators: Operators, value: Node) -> Iterator[HighReason]:
     """Yield the reason to keep the dtype of ``value`` for each reading operator that no table has.
 
     A backward node that belongs to no operator comes from a user's own backward. It is known if it is a sum of

@@ -215,7 +215,7 @@ class Chooser:
     def replayed(self, ways: Ways) -> Fit:
         """Replay a choice; return the choice with the tensors in memory and its seconds."""
         needs, inputs = self.problem.needs, self.problem.inputs
-        kept = {node: form for node, form in needs.kept.items() if needs.step.is_there(node)}  # copies of inputs
+        kept = {node: form for node, form in needs.forced.items() if needs.step.is_there(node)}  # copies of inputs
         kept |= {node: way for node, way in ways.items() if isinstance(way, Form) and node not in inputs}
         return Fit(Replay(needs.step, kept), ways, sum(self.problem.seconds(node, way) for node, way in ways.items()))
 

@@ -36,7 +36,7 @@ class Needs:
     """Values of which backward reads a low copy."""
     forms: dict[Node, tuple[Form, ...]] = field(default_factory=dict)
     """The forms in which each value may be kept."""
-    kept: dict[Node, Form] = field(default_factory=dict)
+    forced: dict[Node, Form] = field(default_factory=dict)
     """Values that must be kept, with the form: a region's inputs and what its policy saves, values that a rounded copy
     would spoil, and copies in the format that the recipe or a given plan names."""
     read_as_it_is: set[Node] = field(default_factory=set)
@@ -74,7 +74,7 @@ def needs_of(work: Work) -> Needs:
             if cast is None:
                 _need_itself(needs, copies, wanted)
                 if regions.is_saved(wanted) and not needs.step.is_there(wanted):
-                    needs.kept[wanted] = Own()
+                    needs.forced[wanted] = Own()
                 continue
             fmt = parse(cast.format)
             is_low = fmt.bits < hi.bits
@@ -109,16 +109,16 @@ def _add_starts(needs: Needs, copies: _Copies) -> None:
                 source = source.all_input_nodes[0]
             if source not in step.checkpointed and not step.is_there(source):
                 _need_itself(needs, copies, source)
-                needs.kept[source] = Own()
+                needs.forced[source] = Own()
 
 
 def _add_spoiled(needs: Needs, work: Work) -> None:
     """Keep values that 16 bits would spoil, if they would be recomputed from a copy that may be rounded."""
     for node in needs.read_as_it_is:
         tensor = work.grouped.values.get(node)
-        kept = None if tensor is None else work.book.kept.get(tensor.id)
-        if kept is not None and kept.as_it_is and _comes_from_copies(needs, node):
-            needs.kept[node] = Own()
+        reason = None if tensor is None else work.book.reasons_high.get(tensor.id)
+        if reason is not None and reason.as_it_is and _comes_from_copies(needs, node):
+            needs.forced[node] = Own()
 
 
 def _comes_from_copies(needs: Needs, node: Node) -> bool:
@@ -137,7 +137,7 @@ def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
     """List the forms of each value, those first that serve the most recomputations."""
     blocks, movable = _in_blocks(needs, copies, work), _movable(needs, copies)
     if not work.fits_peak:  # the recipe's or plan's block format is used whatever it costs
-        needs.kept.update({node: form for node, forms in blocks.items() for form in forms})
+        needs.forced.update({node: form for node, forms in blocks.items() for form in forms})
     for node, own in copies.own.items():
         plain = [Own(own), *([Low(copies.low[node])] if node in copies.low else ())]
         moved = map(OnHost, plain) if node in movable else ()

@@ -158,8 +158,8 @@ class Problem:
         return self._by_node[node].keys()
 
     def _allowed_ways(self, node: Node) -> Iterator[Way]:
-        if node in self.inputs or node in self.needs.kept:
-            yield Own() if node in self.inputs else self.needs.kept[node]
+        if node in self.inputs or node in self.needs.forced:
+            yield Own() if node in self.inputs else self.needs.forced[node]
             return
         if regions.runs_again(node):
             return  # it has no way, because a need for it would recompute its whole region

@@ -92,7 +92,7 @@ class _Half:
     found: tuple[int, ...] = ()
     """Watched rows that no kernel counts for. The nodes in ``counts`` count for them, in the same order."""
     counts: list[Node] = field(default_factory=list)
-    kept: frozenset[object] = frozenset()
+    unexpanded: frozenset[object] = frozenset()
     """Operators and nodes that are not expanded."""
     coded: tuple[CodedResult, ...] = ()
     generated: Generated = field(default_factory=Generated)
@@ -142,7 +142,7 @@ def _cast_in_loops(half: _Half) -> None:
     inlined = inlined_casts(half.graph, half.counters.left, half.rows)
     half.coded, watched = inlined.counted, set(half.counters.left) - set(inlined.rows)
     half.found, half.counts = call_kernels(half.gm, watched, inlined.nodes)
-    half.kept = casts_in_loops(half.graph, inlined.nodes, half.rows.scaled)
+    half.unexpanded = casts_in_loops(half.graph, inlined.nodes, half.rows.scaled)
     append_outputs(half.graph, half.statistics())  # a cat costs one more C++ kernel
 
 
@@ -157,7 +157,7 @@ def _watch(half: _Half) -> None:
 def _add_up(half: _Half) -> None:
     if GemmKernel("totals").name in half.without:
         return
-    half.kept = frozenset({GATHERED})
+    half.unexpanded = frozenset({GATHERED})
     pieces = cast_in_pieces(half.graph, half.counts)
     order, half.counts = add_up(half.graph, half.counts, half.rows, pieces)
     half.found = tuple(half.found[i] for i in order)
@@ -168,7 +168,7 @@ def _append(half: _Half) -> None:
 
 
 def _expand(half: _Half) -> None:
-    expand(half.gm, half.rows.scaled, half.rows.measured, half.kept)
+    expand(half.gm, half.rows.scaled, half.rows.measured, half.unexpanded)
 
 
 def _shape_for_gpu(half: _Half) -> None:

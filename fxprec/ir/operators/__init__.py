@@ -13,7 +13,7 @@ from typing import Any
 from fxprec.ir.operators import arithmetic, derivatives, models, moving, own, products
 from fxprec.ir.operators.names import collected
 from fxprec.ir.operators.spec import Cost as Cost
-from fxprec.ir.operators.spec import Kept as Kept
+from fxprec.ir.operators.spec import HighReason as HighReason
 from fxprec.ir.operators.spec import Moves as Moves
 from fxprec.ir.operators.spec import Spec as Spec
 from fxprec.ir.operators.spec import Terms as Terms

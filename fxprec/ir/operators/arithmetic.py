@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fxprec.ir.operators.names import row
-from fxprec.ir.operators.spec import FIRST, Cost, Kept, Terms, Trait
+from fxprec.ir.operators.spec import FIRST, Cost, HighReason, Terms, Trait
 
 _SUM: Terms = ((0,), (1,))
 _PRODUCT: Terms = ((0, 1),)
@@ -32,7 +32,7 @@ POINTWISE = (
     row(
         "clamp.Tensor",
         hands_on="any",
-        operands=Kept("backward asks on which side of another tensor it is, which is rounded too"),
+        operands=HighReason("backward asks on which side of another tensor it is, which is rounded too"),
     ),
     row("maximum minimum", hands_on="any"),
     row("reciprocal rsqrt sqrt log log2 log10", divisor_at=0),

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fxprec.ir.operators.names import Row, row
-from fxprec.ir.operators.spec import Kept, Trait
+from fxprec.ir.operators.spec import HighReason, Trait
 
 TIMES = 3
 E4M3FN, BF16 = 2.0**-4, 2.0**-8
@@ -30,15 +30,16 @@ ROLES = ("operands", "result")
 MEASURED: Mapping[str, Mapping[str, Any]] = json.loads(
     Path(__file__).with_name("measured.json").read_text(encoding="utf-8")
 )["operators"]
-SAMPLES_ONLY = Kept("a few samples of its gradient were measured, and not all of its domain", as_it_is=True)
+SAMPLES_ONLY = HighReason("a few samples of its gradient were measured, and not all of its domain", as_it_is=True)
 
 
-def verdict(errors: Mapping[str, Any], *, covered: bool = True) -> Kept | None:
+def verdict(errors: Mapping[str, Any], *, covered: bool = True) -> HighReason | None:
     """Return why the tensor that backward reads stays above 8 bits; None if 8 bits are enough."""
     is_spoiled = errors["bf16"] > TIMES * BF16
     if is_spoiled or (covered and errors["e4m3fn"] > TIMES * E4M3FN):
         fmt = "bf16" if is_spoiled else "e4m3fn"
-        return Kept(f"read from a copy in {fmt} it puts its gradient off by {_text(errors[fmt])}", as_it_is=is_spoiled)
+        why = f"read from a copy in {fmt} it puts its gradient off by {_text(errors[fmt])}"
+        return HighReason(why, as_it_is=is_spoiled)
     return None if covered else SAMPLES_ONLY
 
 

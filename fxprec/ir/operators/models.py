@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from fxprec.ir.operators import measured
 from fxprec.ir.operators.names import row
-from fxprec.ir.operators.spec import Kept, Trait
+from fxprec.ir.operators.spec import HighReason, Trait
 
 _PROBABILITY = "a probability below 2^-10 would be 0 in e4m3fn, and over 1,000 keys most are"
 _ANGLE = "an angle's error counts in radians, and from 16 to 32 e4m3fn rounds by up to 1"
@@ -20,37 +20,37 @@ _GROWS = "its gradient grows as e^x: an error of 0.5 in x is a factor of 1.6"
 _NEAR_1 = "its gradient divides by the root of 1 - x^2, which is 0 where x is rounded to 1"
 
 RESULTS = (
-    row("_softmax.* _safe_softmax.*", result=Kept(_PROBABILITY), traits=Trait.SOFTMAX),
+    row("_softmax.* _safe_softmax.*", result=HighReason(_PROBABILITY), traits=Trait.SOFTMAX),
     row("_log_softmax.*", traits=Trait.SOFTMAX),
-    row("tanh.*", result=Kept("its gradient is 1 - y^2: near 1 an error of 2^-5 in y is all of it")),
-    row("sigmoid.*", result=Kept("its gradient is y (1 - y): near 1 an error of 2^-5 in y is all of it")),
+    row("tanh.*", result=HighReason("its gradient is 1 - y^2: near 1 an error of 2^-5 in y is all of it")),
+    row("sigmoid.*", result=HighReason("its gradient is y (1 - y): near 1 an error of 2^-5 in y is all of it")),
     row(
         "logcumsumexp.*",
-        result=Kept("backward exponentiates it, in a sum: an error of 0.5 in the exponent is a factor of 1.6"),
+        result=HighReason("backward exponentiates it, in a sum: an error of 0.5 in the exponent is a factor of 1.6"),
     ),
-    row("expm1.*", result=Kept("its gradient is y + 1: near -1 an error of 2^-5 in y is all of it")),
+    row("expm1.*", result=HighReason("its gradient is y + 1: near -1 an error of 2^-5 in y is all of it")),
     row(
         "cumprod.*",
-        result=Kept(
+        result=HighReason(
             "backward divides it by a factor: after a small factor it is 0 in e4m3fn, and the gradient with it"
         ),
     ),
-    row("rsqrt.*", result=Kept("its gradient is y^3 / 2: of an operand below 5e-6 y is beyond e4m3fn's 448")),
-    row("reciprocal.*", result=Kept("its gradient is y^2: of an operand below 1/448 y is beyond e4m3fn's 448")),
-    row("exp.*", result=Kept("its range is as wide as the exponent's: it overflows, or most of it is 0")),
+    row("rsqrt.*", result=HighReason("its gradient is y^3 / 2: of an operand below 5e-6 y is beyond e4m3fn's 448")),
+    row("reciprocal.*", result=HighReason("its gradient is y^2: of an operand below 1/448 y is beyond e4m3fn's 448")),
+    row("exp.*", result=HighReason("its range is as wide as the exponent's: it overflows, or most of it is 0")),
 )
 
 OPERANDS = (
-    row("sin.* cos.*", operands=Kept(_ANGLE)),
-    row("asin.* acos.*", operands=Kept(_NEAR_1, as_it_is=True)),
+    row("sin.* cos.*", operands=HighReason(_ANGLE)),
+    row("asin.* acos.*", operands=HighReason(_NEAR_1, as_it_is=True)),
     row(
         "atanh.*",
-        operands=Kept("its gradient divides by 1 - x^2, which is 0 where x is rounded to 1", as_it_is=True),
+        operands=HighReason("its gradient divides by 1 - x^2, which is 0 where x is rounded to 1", as_it_is=True),
     ),
-    row("erfinv.*", operands=Kept("its gradient is infinite where x is rounded to 1", as_it_is=True)),
-    row("grid_sampler_2d.*", operands=Kept(_POSITION, as_it_is=True, last_size=2)),
-    row("grid_sampler_3d.*", operands=Kept(_POSITION, as_it_is=True, last_size=3)),
-    row("sinh.* cosh.*", operands=Kept(_GROWS)),
+    row("erfinv.*", operands=HighReason("its gradient is infinite where x is rounded to 1", as_it_is=True)),
+    row("grid_sampler_2d.*", operands=HighReason(_POSITION, as_it_is=True, last_size=2)),
+    row("grid_sampler_3d.*", operands=HighReason(_POSITION, as_it_is=True, last_size=3)),
+    row("sinh.* cosh.*", operands=HighReason(_GROWS)),
 )
 
 BY_HAND = RESULTS + OPERANDS

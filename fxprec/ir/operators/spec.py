@@ -66,7 +66,7 @@ class Trait(Flag):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class HighReason:
     """Why a tensor stays above 8 bits when it is saved, and in which dtype."""
 
     why: str
@@ -101,7 +101,7 @@ class Spec:
     exponentiates: tuple[int, ...] = ()
     """The operands that its backward exponentiates."""
     cost: Cost | None = None
-    result: Kept | None = None
+    result: HighReason | None = None
     """Why backward may not read the result in 8 bits."""
-    operands: Kept | None = None
+    operands: HighReason | None = None
     """Why backward may not read the operands in 8 bits."""
