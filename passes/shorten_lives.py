@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fxprec.passes.base import Pass, Work
-from fxprec.passes.casts.apart import lay_apart
 from fxprec.passes.casts.narrow_sums import narrow_sums
-from fxprec.passes.casts.two_gradients import part_gradients
+from fxprec.passes.casts.own_buffers import give_own_buffers
+from fxprec.passes.casts.two_gradients import split_gradients
 from fxprec.passes.casts.upsampled import sum_upsampled
 
 
@@ -25,7 +25,7 @@ class ShortenLives(Pass):
     def apply(self, work: Work) -> None:
         if not work.fits_peak:
             return
-        lay_apart(work)
-        part_gradients(work.joint.graph)
+        give_own_buffers(work)
+        split_gradients(work.joint.graph)
         sum_upsampled(work.joint.graph)
         narrow_sums(work)

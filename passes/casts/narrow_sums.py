@@ -17,7 +17,7 @@ from fxprec.passes.analysis.joint import numel_hint, tensor_of, value
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.replay.step import Step
 from fxprec.passes.base import Work
-from fxprec.passes.casts.apart import Waits
+from fxprec.passes.casts.own_buffers import ExternKernels
 from fxprec.passes.sites import emit, emit_call
 
 _ADD, _WHERE = torch.ops.aten.add.Tensor, torch.ops.aten.where.self
@@ -28,13 +28,13 @@ _RANGE = torch.finfo(torch.bfloat16).max
 def narrow_sums(work: Work) -> None:
     """Store waiting sums of the joint graph's backward half in 16 bits."""
     step = Step(work.joint)
-    waits = Waits.of(step.backward)
+    kernels = ExternKernels.of(step.backward)
     for node in step.backward:
-        if not any(user in waits.at and waits.between(node, user) for user in node.users):
+        if not any(user in kernels.at and kernels.between(node, user) for user in node.users):
             continue
         dtype = _sum_of(node, step)
         if dtype is not None:
-            _lie(node, dtype)
+            _store_narrow(node, dtype)
 
 
 def _sum_of(node: Node, step: Step) -> torch.dtype | None:
@@ -67,15 +67,15 @@ def _addends(node: Node, step: Step) -> Iterator[Node]:
         yield node
 
 
-def _lie(node: Node, dtype: torch.dtype) -> None:
+def _store_narrow(node: Node, dtype: torch.dtype) -> None:
     graph, readers, val = node.graph, list(node.users), tensor_of(node)
     with graph.inserting_before(node.next):
         narrow = emit(graph, CONVERT, (node, dtype), node, val=val.to(dtype))
-        lies = emit_call(graph, InMemory(narrow), node, val=torch.empty_like(tensor_of(narrow)))
-        wide = emit(graph, CONVERT, (lies, val.dtype), node, val=val)
+        buffer = emit_call(graph, InMemory(narrow), node, val=torch.empty_like(tensor_of(narrow)))
+        wide = emit(graph, CONVERT, (buffer, val.dtype), node, val=val)
     for reader in readers:
         if reader.target is CONVERT and tensor_of(reader).dtype == dtype:
-            reader.replace_all_uses_with(lies)
+            reader.replace_all_uses_with(buffer)
             graph.erase_node(reader)
         else:
             reader.replace_input_with(node, wide)

@@ -21,7 +21,7 @@ _BACKWARD, _CONVOLUTION = torch.ops.aten.convolution_backward.default, torch.ops
 _SHOWN = torch.ops.aten.as_strided.default
 
 
-def part_gradients(graph: Graph) -> None:
+def split_gradients(graph: Graph) -> None:
     """Split each backward call of a joint graph that computes both gradients."""
     for node in graph.find_nodes(op="call_function", target=_BACKWARD):
         args: Any = node.args

@@ -101,6 +101,6 @@ def _sum(graph: Graph, node: Node, factors: Sequence[int]) -> None:
                 part = emit(graph, _SLICE, (part, first + i, offset, sys.maxsize, factor), node)
             total = part if total is None else emit(graph, _ADD, (total, part), node)
         assert total is not None, "there is a slice"
-        lies = emit_call(graph, InMemory(total), node, val=torch.empty_like(tensor_of(node)))
-    node.replace_all_uses_with(lies)
+        buffer = emit_call(graph, InMemory(total), node, val=torch.empty_like(tensor_of(node)))
+    node.replace_all_uses_with(buffer)
     graph.erase_node(node)

@@ -292,14 +292,14 @@ class Chooser:
             return False
         if isinstance(way, Form) and not way.is_on_host:
             return True
-        return (way.is_on_host or _lies(node)) and self._first.get(node, moment + 1) <= moment
+        return (way.is_on_host or _is_in_memory(node)) and self._first.get(node, moment + 1) <= moment
 
 
 def _within(fits: Iterable[Fit], bound: Bound) -> list[Fit]:
     return [fit for fit in fits if fit.excess(bound) <= 0]
 
 
-def _lies(node: Node) -> bool:
+def _is_in_memory(node: Node) -> bool:
     """Estimate whether a recomputed value is written to memory."""
     kind = kind_of(node)
     if kind is not Kind.FUSED:

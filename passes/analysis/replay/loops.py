@@ -36,7 +36,7 @@ class Item:
 
 
 class Loops:
-    """Which items are written to memory (``lies``), and which of these each item reads (``reads``), by position."""
+    """Which items are written to memory (``in_memory``), and which of these each item reads (``reads``)."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self.items = items
@@ -45,27 +45,27 @@ class Loops:
             for read in item.reads:
                 self.readers[read].append(position)
         self.returned = self._shown_to_the_end()
-        self.lies = self._lying()
-        self.reads = self._reads(self.lies)
+        self.in_memory = self._find_in_memory()
+        self.reads = self._reads(self.in_memory)
 
-    def _lying(self) -> list[bool]:
+    def _find_in_memory(self) -> list[bool]:
         """Return for each item whether it is written to memory."""
         wanted, users = self._wanted_in_memory(), self._users()
-        lies, operations = [False] * len(self.items), [0] * len(self.items)
+        in_memory, operations = [False] * len(self.items), [0] * len(self.items)
         heavy = [item.is_heavy for item in self.items]
         reads: list[set[int]] = []
         for position, item in enumerate(self.items):
             reads.append(set())
             for read in item.reads:
-                is_memory = lies[read] or self.items[read].kind is Kind.FREE
+                is_memory = in_memory[read] or self.items[read].kind is Kind.FREE
                 reads[position] |= {read} if is_memory else reads[read]
                 operations[position] += 0 if is_memory else operations[read]
                 heavy[position] |= not is_memory and heavy[read]
             operations[position] += item.kind is Kind.FUSED
             is_much = len(reads[position]) > _MANY_READS or operations[position] > _MANY_OPERATIONS or heavy[position]
             is_apart = wanted[position] or item.is_stored or (users[position] > 1 and is_much)
-            lies[position] = item.kind in _ALWAYS or (item.kind is Kind.FUSED and is_apart)
-        return lies
+            in_memory[position] = item.kind in _ALWAYS or (item.kind is Kind.FUSED and is_apart)
+        return in_memory
 
     def _wanted_in_memory(self) -> list[bool]:
         """Return for each item whether a library's kernel or the user reads it from memory, seen through views."""
@@ -94,11 +94,11 @@ class Loops:
             users[position] = sum(users[r] if self.items[r].kind is Kind.VIEW else 1 for r in behind)
         return users
 
-    def _reads(self, lies: Sequence[bool]) -> list[set[int]]:
+    def _reads(self, in_memory: Sequence[bool]) -> list[set[int]]:
         """Return for each item the items that it reads from memory, through views and nodes of its own loop."""
         reads: list[set[int]] = []
         for item in self.items:
             reads.append(set())
             for read in item.reads:
-                reads[-1] |= {read} if lies[read] else reads[read]
+                reads[-1] |= {read} if in_memory[read] else reads[read]
         return reads

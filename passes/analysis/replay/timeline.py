@@ -32,9 +32,9 @@ class Timeline:
 
     def __post_init__(self) -> None:
         loops = Loops(self.items)
-        self._readers, self._returned, lies, reads = loops.readers, loops.returned, loops.lies, loops.reads
-        self._lies = lies
-        run = [position for position in range(len(self.items)) if lies[position] and self._maker(position) == position]
+        self._readers, self._returned, self._in_memory = loops.readers, loops.returned, loops.in_memory
+        reads = loops.reads
+        run = [p for p in range(len(self.items)) if self._in_memory[p] and self._maker(p) == p]
         halves = [p for p in run if p < self.border], [p for p in run if p >= self.border]
         kept = {p for p in halves[0] if self.items[p].is_stored or self._returned[p]}
         self.split = len(halves[0])
@@ -72,7 +72,7 @@ class Timeline:
         found, stack = set[int](), [] if written is None else [*self._readers[written]]
         while stack:
             reader = stack.pop()
-            if self._lies[reader]:
+            if self._in_memory[reader]:
                 found.add(reader)
             else:
                 stack += self._readers[reader]

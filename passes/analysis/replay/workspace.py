@@ -59,7 +59,7 @@ def _gemm(a: Tensor, b: Tensor, *, threads: int) -> int:
         panels = result + 672_896
     else:
         panels = 256 * rows + 128 * min(k, 512) + 1_024 + (65_536 if k >= 2_048 else 0)
-    copies = sum(_bytes(x) for x in (a, b) if x.dim() == 3 and not _lies_in_order(x))
+    copies = sum(_bytes(x) for x in (a, b) if x.dim() == 3 and not _has_no_gaps(x))
     return threads * panels + copies
 
 
@@ -67,7 +67,7 @@ def _is_transposed(x: Tensor) -> bool:
     return x.stride()[-2] == 1 and x.stride()[-1] != 1
 
 
-def _lies_in_order(x: Tensor) -> bool:
+def _has_no_gaps(x: Tensor) -> bool:
     """Say whether a batch of matrices, transposed or not, is contiguous; oneDNN gets a copy of any other batch."""
     return x.is_contiguous() or x.transpose(-1, -2).is_contiguous()
 

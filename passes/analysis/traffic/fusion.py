@@ -35,7 +35,7 @@ class Kernels:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self.loops = [p for p, item in enumerate(memory.items) if item.kind in _LOOPS and memory.lies(p)]
+        self.loops = [p for p, item in enumerate(memory.items) if item.kind in _LOOPS and memory.is_in_memory(p)]
         self.group = {p: self._alone(p) for p in self.loops}
         self._before = self._ancestors()
         pairs = list(self._pairs())

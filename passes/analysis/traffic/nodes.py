@@ -89,11 +89,11 @@ class Memory:
         """Return which items are written to memory, and which of these each item reads."""
         return Loops(self.items)
 
-    def lies(self, position: int) -> bool:
+    def is_in_memory(self, position: int) -> bool:
         """Say whether an item is a tensor in memory of its own: an input, a constant or a kernel's result."""
         item = self.items[position]
         given = item.kind is Kind.FREE and self.nodes[position].op in ("placeholder", "get_attr")
-        return given or self.loops.lies[position]
+        return given or self.loops.in_memory[position]
 
     def is_gemm(self, position: int) -> bool:
         """Say whether the node at a position is a GEMM, a convolution or attention."""
@@ -106,7 +106,8 @@ class Memory:
         for position, item in enumerate(self.items):
             reads: dict[tuple[int, str], Read] = {}
             for source in item.reads:
-                own = {(source, ""): Read(source, "", self.items[source].bytes)} if self.lies(source) else found[source]
+                whole = {(source, ""): Read(source, "", self.items[source].bytes)}
+                own = whole if self.is_in_memory(source) else found[source]
                 for read in own.values():
                     shown = self._shown(position, read)
                     reads[shown.base, shown.piece] = shown

@@ -22,7 +22,7 @@ from fxprec.ir.symbolic import InMemory
 from fxprec.passes import choose_crossings, shorten_lives
 from fxprec.passes.analysis.joint import tensor_of
 from fxprec.passes.casts import two_gradients
-from fxprec.passes.casts.two_gradients import part_gradients
+from fxprec.passes.casts.two_gradients import split_gradients
 from fxprec.passes.crossings.choice import Fit
 
 aten = torch.ops.aten
@@ -64,16 +64,16 @@ def compiled(model: nn.Module, backend: Backend | None = None, **options: Any) -
 def laid(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Shapes and dtypes of what lies apart, and of what is joined, of each joint graph."""
     found: list[dict[str, Any]] = []
-    lay = shorten_lives.lay_apart
+    rewrite = shorten_lives.give_own_buffers
 
     def watch(work: Any) -> None:
-        lay(work)
+        rewrite(work)
         cats = work.joint.graph.find_nodes(op="call_function", target=aten.cat.default)
         nodes = {"apart": InMemory.nodes(work.joint.graph), "joined": cats}
         vals = {name: map(tensor_of, found) for name, found in nodes.items()}
         found.append({name: [(tuple(x.shape), x.dtype) for x in xs] for name, xs in vals.items()})
 
-    monkeypatch.setattr(shorten_lives, "lay_apart", watch)
+    monkeypatch.setattr(shorten_lives, "give_own_buffers", watch)
     return found
 
 
@@ -129,8 +129,8 @@ def test_bits_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = Skips()
     found = gradients(model, compiled(model, recipe="bf16"))
-    monkeypatch.setattr(shorten_lives, "lay_apart", lambda work: None)
-    monkeypatch.setattr(shorten_lives, "part_gradients", lambda graph: None)
+    monkeypatch.setattr(shorten_lives, "give_own_buffers", lambda work: None)
+    monkeypatch.setattr(shorten_lives, "split_gradients", lambda graph: None)
     assert torch.equal(found, gradients(model, compiled(model, recipe="bf16")))
 
 
@@ -141,7 +141,7 @@ def test_the_allocator_sees_a_part_wait_and_not_the_whole(monkeypatch: pytest.Mo
     model = Skips()
     images = 16  # together larger than what a convolution without bf16 instructions converts at once
     with_parts = peak_of(model, images)
-    monkeypatch.setattr(shorten_lives, "lay_apart", lambda work: None)
+    monkeypatch.setattr(shorten_lives, "give_own_buffers", lambda work: None)
     part = 2 * images * WIDTH * SIDE * SIDE
     assert with_parts < peak_of(model, images) - part
 
@@ -284,7 +284,7 @@ def test_two_gradients_are_those_of_one_call(window: Any, biased: bool) -> None:
     gm: GraphModule = make_fx(both, tracing_mode="fake")(torch.randn_like(out), x, weight)
     gradient = torch.randn_like(out)
     wanted = gm(gradient, x, weight)
-    part_gradients(gm.graph)
+    split_gradients(gm.graph)
     gm.recompile()
     (masks,) = [n.args[-1] for n in gm.graph.find_nodes(op="call_function", target=aten.convolution_backward.default)]
     assert masks == [False, True, biased]
@@ -301,5 +301,5 @@ def test_a_gradient_that_is_not_asked_for_is_left() -> None:
     x = torch.randn(2, 4, 8, 8)
     gm = make_fx(one, tracing_mode="fake")(x, x, torch.randn(4, 4, 3, 3))
     before = str(gm.graph)
-    part_gradients(gm.graph)
+    split_gradients(gm.graph)
     assert str(gm.graph) == before

@@ -25,21 +25,21 @@ from fxprec.passes.sites import emit, emit_call, emit_on, insertion_point_after
 _CAT, _SLICE = torch.ops.aten.cat.default, torch.ops.aten.slice.Tensor
 
 
-def lay_apart(work: Work) -> None:
+def give_own_buffers(work: Work) -> None:
     """Rewrite concatenations and their gradients; a concatenation may run in the dtype of the GEMM that reads it."""
     step = Step(work.joint)
-    joined = Joined(work, Waits.of(step.forward))
+    concatenations = Concatenations(work, ExternKernels.of(step.forward))
     for node in step.forward:
         if node.target is _CAT:
-            joined.lay(node)
-    waits = Waits.of(step.backward)
+            concatenations.rewrite(node)
+    kernels = ExternKernels.of(step.backward)
     for node in step.backward:
-        for part in _read_late(node, waits):
+        for part in _read_late(node, kernels):
             _copy_out(part)
 
 
 @dataclass(frozen=True)
-class Waits:
+class ExternKernels:
     """Positions of a half's nodes and of its extern kernels: a value that waits for such a kernel is in memory."""
 
     at: dict[Node, int]
@@ -47,7 +47,7 @@ class Waits:
     """The number of extern kernels before each position."""
 
     @classmethod
-    def of(cls, half: list[Node]) -> Waits:
+    def of(cls, half: list[Node]) -> ExternKernels:
         """Number the nodes of one half of a joint graph, given in execution order."""
         kernels = (kind_of(node) is Kind.EXTERN for node in half)
         return cls({node: i for i, node in enumerate(half)}, list(accumulate(kernels, initial=0)))
@@ -58,16 +58,16 @@ class Waits:
 
 
 @dataclass(frozen=True)
-class Joined:
+class Concatenations:
     """Rewrites forward's concatenations so that parts have buffers of their own."""
 
     work: Work
-    waits: Waits
-    apart: dict[tuple[Node, torch.dtype], Node] = field(default_factory=dict)
+    kernels: ExternKernels
+    own_buffers: dict[tuple[Node, torch.dtype], Node] = field(default_factory=dict)
 
-    def lay(self, cat: Node) -> None:
+    def rewrite(self, cat: Node) -> None:
         """Concatenate in the dtype that readers read, with early parts in buffers of their own."""
-        early = {x for x in cat.all_input_nodes if not _lies_apart(x) and self.waits.between(x, cat)}
+        early = {x for x in cat.all_input_nodes if not _has_own_buffer(x) and self.kernels.between(x, cat)}
         dtype = _read_as(cat)
         if dtype is None or (not early and dtype == tensor_of(cat).dtype):
             return
@@ -82,19 +82,20 @@ class Joined:
                 graph.erase_node(user)
         cat.replace_all_uses_with(new)
         graph.erase_node(cat)
-        self.waits.at[new] = self.waits.at[cat]  # another concatenation may read ``new``
+        self.kernels.at[new] = self.kernels.at[cat]  # another concatenation may read ``new``
         values = self.work.book.values
         values.update({site: new for site, node in values.items() if node is cat})
 
     def _piece(self, x: Node, dtype: torch.dtype, cat: Node, *, is_early: bool) -> Node:
         if not is_early:
             return self._converted(x, dtype, cat)
-        if (x, dtype) not in self.apart:
+        if (x, dtype) not in self.own_buffers:
             graph, following = self.work.joint.graph, insertion_point_after(x).next
             narrow = self._converted(x, dtype, following)
             with graph.inserting_before(following):
-                self.apart[x, dtype] = emit_call(graph, InMemory(narrow), x, val=torch.empty_like(tensor_of(narrow)))
-        return self.apart[x, dtype]
+                own = emit_call(graph, InMemory(narrow), x, val=torch.empty_like(tensor_of(narrow)))
+                self.own_buffers[x, dtype] = own
+        return self.own_buffers[x, dtype]
 
     def _converted(self, x: Node, dtype: torch.dtype, before: Node) -> Node:
         if tensor_of(x).dtype == dtype:
@@ -103,7 +104,7 @@ class Joined:
             return emit(self.work.joint.graph, CONVERT, (x, dtype), x, val=tensor_of(x).to(dtype))
 
 
-def _lies_apart(x: Node) -> bool:
+def _has_own_buffer(x: Node) -> bool:
     """Say whether a value, seen through views and conversions, has its own buffer: an input, an extern result."""
     while x.target is CONVERT or kind_of(x) is Kind.VIEW:
         x = x.all_input_nodes[0]
@@ -120,25 +121,26 @@ def _read_as(cat: Node) -> torch.dtype | None:
     return narrow if is_same and narrow.is_floating_point and narrow.itemsize <= own.itemsize else None
 
 
-def _read_late(whole: Node, waits: Waits) -> Iterator[Node]:
+def _read_late(whole: Node, kernels: ExternKernels) -> Iterator[Node]:
     """Yield the slices of a backward tensor that are read long after the tensor's other readers ran."""
-    slices = {s: reads for s in whole.users if s.target is _SLICE and (reads := _reads(s, waits))}
-    others = [read for user in whole.users if user not in slices for read in _reads(user, waits)]
-    ends = {part: max(reads, key=waits.at.__getitem__) for part, reads in slices.items()}
+    slices = {s: reads for s in whole.users if s.target is _SLICE and (reads := _reads(s, kernels))}
+    others = [read for user in whole.users if user not in slices for read in _reads(user, kernels)]
+    ends = {part: max(reads, key=kernels.at.__getitem__) for part, reads in slices.items()}
     for part, reads in slices.items():
-        first_of_rest = sorted((end for other, end in ends.items() if other is not part), key=waits.at.__getitem__)[:1]
-        rest = max([*others, *first_of_rest], key=waits.at.__getitem__, default=None)
-        first = min(reads, key=waits.at.__getitem__)
+        of_others = (end for other, end in ends.items() if other is not part)
+        first_of_rest = sorted(of_others, key=kernels.at.__getitem__)[:1]
+        rest = max([*others, *first_of_rest], key=kernels.at.__getitem__, default=None)
+        first = min(reads, key=kernels.at.__getitem__)
         is_part = numel_hint(tensor_of(part)) < numel_hint(tensor_of(whole))
-        if rest is not None and is_part and waits.at[rest] < waits.at[first] and waits.between(rest, first):
+        if rest is not None and is_part and kernels.at[rest] < kernels.at[first] and kernels.between(rest, first):
             yield part
 
 
-def _reads(node: Node, waits: Waits) -> list[Node]:
+def _reads(node: Node, kernels: ExternKernels) -> list[Node]:
     """Return the readers of a node, seen through views."""
     if kind_of(node) is not Kind.VIEW:
-        return [node] if node in waits.at else []
-    return [read for user in node.users for read in _reads(user, waits)]
+        return [node] if node in kernels.at else []
+    return [read for user in node.users for read in _reads(user, kernels)]
 
 
 def _copy_out(part: Node) -> None:
@@ -150,8 +152,8 @@ def _copy_out(part: Node) -> None:
         source = whole
     with graph.inserting_before(part):
         shown = emit_on(graph, part, source)
-        lies = emit_call(graph, InMemory(shown), part, val=torch.empty_like(tensor_of(shown)))
+        buffer = emit_call(graph, InMemory(shown), part, val=torch.empty_like(tensor_of(shown)))
         if source is not whole:
-            lies = emit(graph, CONVERT, (lies, tensor_of(part).dtype), part, val=torch.empty_like(tensor_of(part)))
-    part.replace_all_uses_with(lies)
+            buffer = emit(graph, CONVERT, (buffer, tensor_of(part).dtype), part, val=torch.empty_like(tensor_of(part)))
+    part.replace_all_uses_with(buffer)
     graph.erase_node(part)
