@@ -34,7 +34,7 @@ aten = torch.ops.aten
 # value, an ignored index, a clamp) are far smaller.
 MASK_FILL = 1e4
 
-_MASK, _DIVISOR, _UNDER_WAY = "fxprec_mask", "fxprec_divisor", "fxprec_under_way"
+_MASK, _UNTOUCHABLE, _UNDER_WAY = "fxprec_mask", "fxprec_untouchable", "fxprec_under_way"
 
 # Operators whose result keeps the fill values of any argument, or of the first: layout, casts, choice, sums, products.
 # Every other operator (softmax, a GEMM, a comparison) turns fill values into ordinary numbers.
@@ -49,7 +49,7 @@ _LARGEST = frozenset(torch.finfo(dtype).max for dtype in (torch.float64, torch.f
 
 def is_plain_float(node: Node) -> bool:
     """Say whether a pass may touch the value of ``node``: store, round, rescale or narrow it."""
-    return is_float_tensor(node) and not is_mask(node) and not node.meta.get(_DIVISOR)
+    return is_float_tensor(node) and not is_mask(node) and not node.meta.get(_UNTOUCHABLE)
 
 
 def is_float_tensor(node: Node) -> bool:
@@ -86,9 +86,9 @@ def mark_values(graph: Graph, *, stored: bool = True) -> None:
             _mark_under_way(input_at(node, 0))
     for node in graph.nodes:
         if (position := _DIVIDES.get(node.target)) is not None:
-            _mark_divisor(argument(node, position))
+            _mark_untouchable(argument(node, position))
         elif _is_root(node) or (stored and _is_of_log_softmax(node)):
-            _mark_divisor(input_at(node, 0))
+            _mark_untouchable(input_at(node, 0))
 
 
 def _is_root(node: Node) -> bool:
@@ -104,11 +104,11 @@ def _is_of_log_softmax(node: Node) -> bool:
     )
 
 
-def _mark_divisor(arg: object) -> None:
-    """Mark a divisor, and its sources up to a tensor whose zeros do not make the divisor 0."""
-    while isinstance(arg, Node) and not arg.meta.get(_DIVISOR):
+def _mark_untouchable(arg: object) -> None:
+    """Mark a divisor or a result of log-softmax, and its sources up to a tensor whose zeros do not make it 0."""
+    while isinstance(arg, Node) and not arg.meta.get(_UNTOUCHABLE):
         if not is_backward(arg):
-            arg.meta[_DIVISOR] = True
+            arg.meta[_UNTOUCHABLE] = True
         first, *others = arg.args or (None,)
         handed_on = arg.target in _SHIFTING and not any(isinstance(other, Node) for other in others)
         if arg.target in _REDUCING:
