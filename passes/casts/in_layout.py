@@ -28,29 +28,29 @@ _TURNING = frozenset({aten.transpose.int, aten.t.default})  # each is its own in
 def cast_as_multiplied(work: Work) -> None:
     """Move a cast behind the views and copies before a GEMM, if the GEMM could not multiply its codes otherwise."""
     for q, cast in Quantize.among(Quantize.nodes(work.joint.graph)):
-        ways = list(_ways(read_of(q)))
-        if not ways or any(layout_of(q, way[-1]) is not None for way in ways):
+        chains = list(_chains(read_of(q)))
+        if not chains or any(layout_of(q, chain[-1]) is not None for chain in chains):
             continue
-        steps = next(filter(None, map(_to_a_matrix, ways)), ())
+        steps = next(filter(None, map(_to_a_matrix, chains)), ())
         if steps:
-            work.book.values[cast.row] = _Moved(work.joint.graph, q, steps).move()
+            work.book.values[cast.row] = _CastMove(work.joint.graph, q, steps).move()
 
 
-def _ways(x: Node, way: tuple[Node, ...] = ()) -> Iterator[tuple[Node, ...]]:
+def _chains(x: Node, chain: tuple[Node, ...] = ()) -> Iterator[tuple[Node, ...]]:
     """Yield the chain of views and copies between ``x`` and each matrix product; the product's operand is last."""
     for user in x.users:
-        if user.target in MATMULS and way:
-            yield way
+        if user.target in MATMULS and chain:
+            yield chain
         elif (user.target in PURE_VIEWS or user.target in ops.COPIES) and len(user.all_input_nodes) == 1:
-            yield from _ways(user, (*way, user))
+            yield from _chains(user, (*chain, user))
 
 
-def _to_a_matrix(way: tuple[Node, ...]) -> tuple[Node, ...]:
+def _to_a_matrix(chain: tuple[Node, ...]) -> tuple[Node, ...]:
     """Return the shortest prefix of a chain behind which the codes have a layout that the GEMM reads, or ``()``."""
-    for i, node in enumerate(way):
-        rest = {step.target for step in way[i + 1 :]}
-        if layout_of(node, way[-1]) is not None and rest <= PURE_VIEWS and all(map(_is_known, way[: i + 1])):
-            return way[: i + 1]
+    for i, node in enumerate(chain):
+        rest = {step.target for step in chain[i + 1 :]}
+        if layout_of(node, chain[-1]) is not None and rest <= PURE_VIEWS and all(map(_is_known, chain[: i + 1])):
+            return chain[: i + 1]
     return ()
 
 
@@ -60,7 +60,7 @@ def _is_known(step: Node) -> bool:
 
 
 @dataclass
-class _Moved:
+class _CastMove:
     graph: Graph
     q: Node
     steps: tuple[Node, ...]
@@ -92,8 +92,8 @@ class _Moved:
         self.q.meta["val"] = torch.empty_like(val, dtype=tensor_of(self.q).dtype)
         for x, _ in Dequantize.among(self.q.users):
             x.meta["val"] = val
-            for guard, kept in KeepNonfinite.among(x.users):
-                guard.args, guard.meta["val"] = replace(kept, x=value).args, val
+            for guard, call in KeepNonfinite.among(x.users):
+                guard.args, guard.meta["val"] = replace(call, x=value).args, val
 
     def _shown(self, read: Node, shapes: list[torch.Size]) -> Node:
         """Undo the steps on the decoded value; ``shapes`` are the shapes of the steps' operands."""
