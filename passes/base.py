@@ -20,8 +20,8 @@ from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.joint import JointGraph
 from fxprec.passes.analysis.operators import Operators
 from fxprec.passes.analysis.replay.other_sizes import OtherSizes
+from fxprec.passes.budget_part import BudgetPart
 from fxprec.passes.notice import Notice
-from fxprec.passes.part import Part
 from fxprec.passes.sites import SiteBook
 from fxprec.plan import PeakBytes, Plan, Site
 from fxprec.plan.scales import ScaleGraph
@@ -97,7 +97,7 @@ class Work:
     peak: PeakBytes | None = None  # choose-crossings, under a peak budget
     peak_sizes: OtherSizes | None = None  # choose-crossings, under a peak budget and dynamic shapes
     looks_at_budgets: bool = False  # whether the plan also lists the step's memory and time under other peak budgets
-    peak_part: Part = field(default_factory=Part)  # this graph's part of a peak budget that several graphs share
+    peak_part: BudgetPart = field(default_factory=BudgetPart)  # of a peak budget that several graphs share
     plan = Filled[Plan]("write-plan")
     scales: ScaleGraph | None = None  # carry-scales, keep-signs, scale-copies; None: nothing has a scale
     unscaled: set[int] = field(default_factory=set)  # keep-signs: rows kept beyond a bound other than 0: no scale

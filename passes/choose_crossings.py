@@ -23,15 +23,15 @@ from fxprec.passes.analysis.joint import value
 from fxprec.passes.analysis.replay.other_sizes import other_sizes
 from fxprec.passes.base import GivenPeak, Pass, Work
 from fxprec.passes.compute_high import UNREAD
-from fxprec.passes.crossings.budget import within_budget
 from fxprec.passes.crossings.choice import Chooser, Fit
 from fxprec.passes.crossings.costs import Rates
-from fxprec.passes.crossings.given import as_given
+from fxprec.passes.crossings.given_plan import as_given
 from fxprec.passes.crossings.needs import Needs, find_formats, needs_of
+from fxprec.passes.crossings.peak_budget import within_budget
 from fxprec.passes.crossings.problem import Problem
 from fxprec.passes.crossings.progress import Progress
 from fxprec.passes.crossings.rewrite import Rewrite
-from fxprec.passes.crossings.share import within_share
+from fxprec.passes.crossings.saved_share import within_share
 from fxprec.passes.forms.blocks import Blocks
 from fxprec.passes.forms.low import Low
 from fxprec.passes.forms.own import Own

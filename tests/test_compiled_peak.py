@@ -23,7 +23,7 @@ from fxprec.driver.memory import CompiledPeak, PlainHalf
 from fxprec.errors import BudgetError, FxprecWarning
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.replay.workspace import workspace
-from fxprec.passes.part import Part
+from fxprec.passes.budget_part import BudgetPart
 from fxprec.plan import PeakBytes
 
 aten = torch.ops.aten
@@ -189,8 +189,13 @@ def test_a_budget_that_no_plan_keeps_is_an_error_that_names_the_best() -> None:
 
 
 def test_what_waits_while_other_graphs_run_is_held_to_its_part() -> None:
+<<<<<<< HEAD
     peak = PeakAttempts(EventLog("graph 0", strict=False))
     peak.set_part(Part(budget=1000, beside=200, waiting=450, num_graphs=2))
+=======
+    peak = PeakBudget(EventLog("graph 0", strict=False))
+    peak.take(BudgetPart(budget=1000, beside=200, waiting=450, num_graphs=2))
+>>>>>>> 0d194c3 (passes: either, together, given, part, budget and share are named by what they decide; Waits of copies is CopyWaits)
     assert peak.hold(replace(budget(700), beside=200), 790, 530) is None
     assert (peak.part.beyond, peak.part.beyond_waiting) == (0, 30)
     assert peak.hold(replace(budget(700), beside=200), 810, 450) is None

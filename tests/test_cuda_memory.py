@@ -18,9 +18,8 @@ from fxprec.driver.memory import CompiledPeak, PlainHalf, StepMemory
 from fxprec.errors import BudgetError
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Gpu
-from fxprec.passes.crossings import budget as peak_budget
-from fxprec.passes.crossings import reserve
-from fxprec.passes.part import Part
+from fxprec.passes.budget_part import BudgetPart
+from fxprec.passes.crossings import peak_budget, reserve
 from fxprec.plan import PeakBytes, entries, files
 
 MIB, CUDA = 1 << 20, torch.device("cuda", 0)
@@ -88,7 +87,7 @@ def test_a_budget_leaves_workspaces_and_an_allowance_free(monkeypatch: pytest.Mo
     assert reserve.reserved(torch.device("cpu"), 1000 * MIB) == 0
     free = reserve.reserved(CUDA, 1000 * MIB)
     assert free == 84 * MIB
-    assert Part(beside=16 * MIB).bound(1000 * MIB, free).peak == 900 * MIB
+    assert BudgetPart(beside=16 * MIB).bound(1000 * MIB, free).peak == 900 * MIB
     planned = PeakBytes(budget=1000 * MIB, high=0, planned=890 * MIB, beside=16 * MIB, reserved=free)
     assert planned.room == 900 * MIB
     more = reserve.enough_for(98 * MIB, 1000 * MIB)

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import fxprec
 from benchmarks.memory.measure import peak_bytes
 from benchmarks.memory.pairs import loops_left_out
-from fxprec.passes.crossings.together import Together
+from fxprec.passes.crossings.shared_budget import SharedBudget
 from fxprec.plan import PeakPoint
 from fxprec.report.folder import DumpFolder
 from fxprec.report.target import plan_under_fakes
@@ -88,17 +88,17 @@ def test_of_all_choices_within_the_budget_the_fastest_is_taken(seed: int) -> Non
         for g in range(3)
     }
     grads = {g: draw.randrange(10) for g in range(3)}
-    together = Together(points, calls, grads)
+    shared = SharedBudget(points, calls, grads)
     every = [dict(enumerate(chosen)) for chosen in itertools.product(*points.values())]
     held = [max(most_held(chosen, each, grads) for each in calls) for chosen in every]
-    assert together.least() == min(held)
+    assert shared.least() == min(held)
     budget = sorted(held)[len(held) // 3]
     fits = [sum(p.seconds for p in chosen.values()) for chosen, most in zip(every, held, strict=True) if most <= budget]
-    chosen = together.within(budget)
+    chosen = shared.within(budget)
     assert chosen is not None
     assert sum(p.seconds for p in chosen.values()) == pytest.approx(min(fits), rel=1e-3)
-    assert together.within(min(held) - 1) is None
-    for graph, part in together.parts(chosen, budget).items():
+    assert shared.within(min(held) - 1) is None
+    for graph, part in shared.parts(chosen, budget).items():
         assert part.beside + chosen[graph].peak <= budget
         assert part.waiting >= chosen[graph].waiting
 

@@ -15,10 +15,10 @@ from fxprec.passes.crossings.reserve import enough_for
 <<<<<<< HEAD:fxprec/driver/attempts.py
 from fxprec.passes.notice import budget_text, readable
 =======
-from fxprec.passes.crossings.together import Together
+from fxprec.passes.crossings.shared_budget import GraphsTogether
 from fxprec.passes.notice import budget_text, readable
 >>>>>>> 4ab9537 (passes: notice.raised is budget_text, because it formats a budget and raises nothing):fxprec/driver/budget.py
-from fxprec.passes.part import Part
+from fxprec.passes.budget_part import BudgetPart
 from fxprec.plan import PeakBytes
 
 ATTEMPTS = 5  # plans made for one peak budget, each compiled; the second nearly always fits
@@ -76,12 +76,12 @@ class PeakAttempts:
 
     def __init__(self, log: EventLog) -> None:
         self.log = log
-        self.part = Part()
+        self.part = BudgetPart()
         self.tried: list[tuple[int, int]] = []
         """For each plan made for the budget: its predicted peak and its peak as compiled, in bytes."""
         self._told = 0  # bytes last reported for a given or promoted plan above the budget
 
-    def set_part(self, part: Part) -> None:
+    def set_part(self, part: BudgetPart) -> None:
         """Set the part of the budget that later plans are made for."""
         self.part, self.tried = part, []
 

@@ -22,8 +22,8 @@ from fxprec.driver.event_log import EventLog, in_one_line
 from fxprec.driver.option_checks import refuse_offload
 from fxprec.driver.saved_state import GraphState, SavedGraph
 from fxprec.errors import BudgetError
+from fxprec.passes.budget_part import BudgetPart
 from fxprec.passes.notice import Notice, readable
-from fxprec.passes.part import Part
 from fxprec.plan import PeakBytes, Plan
 from fxprec.plan.compare import low_groups_with
 from fxprec.plan.plan import latest_of_gemms
@@ -147,7 +147,7 @@ class PlannedGraph:
         is_cut, plans_only = self.captured.is_cut, self._dump is not None and self._dump.plan_only
         if not plans_only:
             refuse_offload(self.captured.device, self.settings, given)
-        part = Part(is_cut=is_cut) if plans_only else self._model.shared_peak.first_part(is_cut=is_cut)
+        part = BudgetPart(is_cut=is_cut) if plans_only else self._model.shared_peak.first_part(is_cut=is_cut)
         self._is_given = given is not None
         if given is None:
             self.compiler.peak.set_part(part)
@@ -349,7 +349,7 @@ class PlannedGraph:
             return peak
         return look(self.compiler, self.captured, self.step)
 
-    def take_part(self, part: Part) -> None:
+    def take_part(self, part: BudgetPart) -> None:
         """Plan for a part of the peak budget and recompile, unless the part is the current one."""
         if part == replace(self.compiler.peak.part, beyond=0, beyond_waiting=0):
             return

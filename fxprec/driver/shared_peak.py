@@ -13,9 +13,9 @@ from fxprec import compat
 from fxprec.config import Settings
 from fxprec.config.settings import PeakBudget
 from fxprec.errors import BudgetError
-from fxprec.passes.crossings.together import Together
+from fxprec.passes.crossings.shared_budget import SharedBudget
 from fxprec.passes.notice import readable
-from fxprec.passes.part import Part
+from fxprec.passes.budget_part import BudgetPart
 from fxprec.plan import PeakBytes
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class SharedPeak:
 
     After a graph break several graphs run in one step. The first step shows which; in it each graph uses as little
     memory as it can. When the next step begins, the budget is divided so that the whole step is fastest
-    (`passes.crossings.together`), and each graph is compiled for its part.
+    (`passes.crossings.shared_budget`), and each graph is compiled for its part.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -39,10 +39,10 @@ class SharedPeak:
         self._is_backward = False
         self._known: list[tuple[int, ...]] = []
 
-    def first_part(self, *, is_cut: bool) -> Part:
+    def first_part(self, *, is_cut: bool) -> BudgetPart:
         """Return the budget part of a new graph. ``is_cut``: another graph follows in the step."""
         is_one_of_several = is_cut or (self._waits() and not self._is_backward)
-        return Part(is_provisional=self._asked is not None and is_one_of_several)
+        return BudgetPart(is_provisional=self._asked is not None and is_one_of_several)
 
     def saw(self, graph: PlannedGraph, results: object) -> None:
         """Note that a training graph ran forward."""
@@ -96,21 +96,21 @@ class SharedPeak:
 
     def _parts(
         self, asked: PeakBudget, graphs: Mapping[int, PlannedGraph], peaks: Mapping[int, PeakBytes]
-    ) -> Mapping[int, Part]:
+    ) -> Mapping[int, BudgetPart]:
         gradients = {index: graph.captured.gradient_bytes(graph.compiler.stepped) for index, graph in graphs.items()}
-        together = Together({i: peak.points for i, peak in peaks.items()}, self._known, gradients)
-        budget = asked.bytes_of(together.peak({i: peak.points[0] for i, peak in peaks.items()}))
+        shared = SharedBudget({i: peak.points for i, peak in peaks.items()}, self._known, gradients)
+        budget = asked.bytes_of(shared.peak({i: peak.points[0] for i, peak in peaks.items()}))
         room = budget - max(peak.reserved for peak in peaks.values())
-        chosen = together.within(_MARGIN * room) or together.within(room)
+        chosen = shared.within(_MARGIN * room) or shared.within(room)
         if chosen is None:
-            least = together.least()
+            least = shared.least()
             of = "the training graph" if len(graphs) == 1 else f"the {len(graphs)} training graphs of a step together"
             raise BudgetError(
                 f"peak_budget is {readable(budget)} for {of}, and the "
                 f"least peak found holds {readable(least)}; raise it to {readable(least)}, take a smaller batch, or "
                 "compile the model without graph breaks"
             )
-        return together.parts(chosen, budget)
+        return shared.parts(chosen, budget)
 
 
 def _compiled_node(result: torch.Tensor) -> Any:

@@ -16,9 +16,9 @@ from torch.fx import Node
 from fxprec.passes.analysis.replay.kernels import Kind, bytes_of, kind_of
 from fxprec.passes.analysis.replay.step import Replay
 from fxprec.passes.analysis.ways import Form, Way
+from fxprec.passes.budget_part import Bound
 from fxprec.passes.crossings.checkpoints import checkpoints
 from fxprec.passes.crossings.problem import EXACT, Problem, Row, Ways
-from fxprec.passes.part import Bound
 
 _ROUNDS, _FEW_ROUNDS = 12, 5
 _TIGHTER = (0.95, 0.9)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from fxprec.passes.budget_part import Bound
 from fxprec.passes.crossings.choice import Chooser, Fit
 from fxprec.passes.crossings.overlap import overlapped
 from fxprec.passes.crossings.problem import EXACT, ROUGHLY
-from fxprec.passes.part import Bound
 
 _SHARES = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 _OF_WAITING = (0.7, 0.45, 0.2)
@@ -30,7 +30,7 @@ def curve(choosers: Sequence[Chooser], *, waiting: bool = False) -> tuple[Fit, .
         if waiting:
             fits += _descent(chooser, [Bound(top.peak, share * top.waiting) for share in _OF_WAITING], gap)
         found += [overlapped(fit, chooser.problem, fit.peak) for fit in fits]
-    best = _best_of(found, waiting=waiting)
+    best = _unbeaten(found, waiting=waiting)
     return best if waiting else _spread(best)
 
 
@@ -55,7 +55,7 @@ def _spread(fits: Sequence[Fit]) -> tuple[Fit, ...]:
     return tuple(fits[i] for i in sorted(kept))
 
 
-def _best_of(fits: Iterable[Fit], *, waiting: bool) -> tuple[Fit, ...]:
+def _unbeaten(fits: Iterable[Fit], *, waiting: bool) -> tuple[Fit, ...]:
     """Return the choices that no other choice beats in both time and bytes."""
     kept: list[Fit] = []
     for fit in sorted(fits, key=lambda f: (f.seconds, f.peak, f.waiting)):

@@ -27,14 +27,14 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Waits:
+class CopyWaits:
     """The kernel behind which each copy is waited for, and the total seconds that kernels wait."""
 
     behind: list[int]
     exposed: float
 
 
-def waits(seconds: Sequence[float], live: Sequence[float], copies: Sequence[Copy], bound: float) -> Waits:
+def place_waits(seconds: Sequence[float], live: Sequence[float], copies: Sequence[Copy], bound: float) -> CopyWaits:
     """Return when each copy is waited for, beside kernels that take ``seconds`` and have ``live`` bytes in memory.
 
     A copy is waited for as soon as it is done, or earlier if the next kernel would exceed ``bound``. All copies are
@@ -60,7 +60,7 @@ def waits(seconds: Sequence[float], live: Sequence[float], copies: Sequence[Copy
                 clock = done
             behind[i] = time
             pending.remove((i, done))
-    return Waits(behind, clock - sum(seconds))
+    return CopyWaits(behind, clock - sum(seconds))
 
 
 def overlap(replay: Replay, rates: Rates, bound: float) -> float:
@@ -83,11 +83,11 @@ def overlap(replay: Replay, rates: Rates, bound: float) -> float:
         return Copy(at, needless, size, size / rates.host_bytes_per_s)
 
     out = [copy(v, time[replay.hosts[v]], line.dies[stored(v)]) for v in values]
-    found = waits(seconds[: line.split], line.live[: line.split], out, bound)
+    found = place_waits(seconds[: line.split], line.live[: line.split], out, bound)
     # With time reversed a copy back is a copy out: it begins at its reader, and its tensor is live until it is done.
     back = sorted(values, key=lambda v: -time[replay.back[v]])
     returns = [copy(v, end - time[replay.back[v]], end - time[replay.back[v]]) for v in back]
-    turned = waits(seconds[: line.split - 1 : -1], line.live[: line.split - 1 : -1], returns, bound)
+    turned = place_waits(seconds[: line.split - 1 : -1], line.live[: line.split - 1 : -1], returns, bound)
     for value, behind in zip(values, found.behind, strict=True):
         line.extend(stored(value), dies=behind)
         replay.sent[value] = replay.anchors[line.order[behind]]

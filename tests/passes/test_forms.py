@@ -14,7 +14,7 @@ from fxprec.errors import PlanError
 from fxprec.numerics.formats import E4M3FN
 from fxprec.passes.analysis.ways import Demand
 from fxprec.passes.choose_crossings import _remark
-from fxprec.passes.crossings import given
+from fxprec.passes.crossings import given_plan
 from fxprec.passes.crossings.costs import Rates
 from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.forms.host import OnHost
@@ -55,17 +55,17 @@ def needs(**fields: Any) -> Needs:
 
 def test_a_given_plan_asks_the_forms_for_a_way_of_any_name(node: Node) -> None:
     both = needs(forms={node: (Own(), THIN)})
-    assert given._form_of(both, node, SITE) == THIN
-    assert given._form_of(both, node, replace(SITE, promoted_at=3)) == Own()
+    assert given_plan._form_of(both, node, SITE) == THIN
+    assert given_plan._form_of(both, node, replace(SITE, promoted_at=3)) == Own()
     with pytest.raises(PlanError, match=r"sites\[0\]\.way \(x\) of the given plan is 'thin', and no form"):
-        given._form_of(needs(forms={node: (Own(),)}), node, SITE)
+        given_plan._form_of(needs(forms={node: (Own(),)}), node, SITE)
 
 
 def test_nothing_is_computed_again_from_a_form_that_does_not_bear_it(node: Node) -> None:
     again = node.graph.call_function(torch.relu, (node,))
-    given._refuse_sources(needs(), again, {node: Low(E4M3FN)})
+    given_plan._refuse_sources(needs(), again, {node: Low(E4M3FN)})
     with pytest.raises(PlanError, match="keeps x in rank 8, and has relu computed again from it"):
-        given._refuse_sources(needs(), again, {node: THIN})
+        given_plan._refuse_sources(needs(), again, {node: THIN})
 
 
 def test_a_form_of_a_larger_error_costs_more(node: Node) -> None:

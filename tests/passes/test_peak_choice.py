@@ -20,16 +20,16 @@ from fxprec.passes.analysis.ops import CASTS
 from fxprec.passes.analysis.replay.kernels import Kind, flops_of, kind_of
 from fxprec.passes.analysis.replay.timeline import Item, Timeline
 from fxprec.passes.analysis.ways import FROM_EXACT, FROM_ROUNDED, Form, Recompute, Way
+from fxprec.passes.budget_part import Bound
+from fxprec.passes.crossings.best_of import BestOf
 from fxprec.passes.crossings.checkpoints import checkpoints
 from fxprec.passes.crossings.choice import Chooser, Fit
 from fxprec.passes.crossings.costs import Rates
-from fxprec.passes.crossings.either import Either
 from fxprec.passes.crossings.problem import Problem, Ways
 from fxprec.passes.forms.blocks import Blocks
 from fxprec.passes.forms.host import OnHost
 from fxprec.passes.forms.low import Low
 from fxprec.passes.forms.own import Own
-from fxprec.passes.part import Bound
 
 aten = torch.ops.aten
 
@@ -240,12 +240,12 @@ def test_of_all_choices_with_block_formats_it_finds_the_one_of_least_time() -> N
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
     found = chooser_of(model, torch.randn(1024, 64), ways=("narrow", "int4", "int2", "recompute"))
     slow = Rates(bytes_per_s=1e10, flop_per_s=1e9)  # to compute a GEMM again is no way out
-    either = Either.of(found.problem.needs, slow, ("narrow", "recompute"))
-    assert either.blocks is not None
-    found, problem = either.blocks, either.blocks.problem
+    best_of = BestOf.of(found.problem.needs, slow, ("narrow", "recompute"))
+    assert best_of.blocks is not None
+    found, problem = best_of.blocks, best_of.blocks.problem
     offered = {tuple(f.copy.name for f in forms if isinstance(f, Blocks)) for forms in problem.needs.forms.values()}
     assert offered == {(), ("int4", "int2")}
-    fits = least_times(found, either.within)
+    fits = least_times(found, best_of.within)
     assert any(isinstance(way, Blocks) for fit in fits for way in fit.ways.values())
 
 
@@ -322,20 +322,20 @@ def test_block_formats_never_make_a_choice_worse(monkeypatch: pytest.MonkeyPatch
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
     needs = chooser_of(model, torch.randn(1024, 64), ways=("narrow", "int4", "recompute")).problem.needs
-    either = Either.of(needs, Rates(bytes_per_s=1e10, flop_per_s=1e9), ("narrow", "recompute"))
-    plain = Chooser(either.plain.problem)
+    best_of = BestOf.of(needs, Rates(bytes_per_s=1e10, flop_per_s=1e9), ("narrow", "recompute"))
+    plain = Chooser(best_of.plain.problem)
     least = plain.least()
-    assert either.least().peak < least.peak, "4 bits are fewer than 8"
-    assert either.blocks is not None
-    monkeypatch.setattr(either.blocks.problem, "solve", lambda bounds, gap: None)
+    assert best_of.least().peak < least.peak, "4 bits are fewer than 8"
+    assert best_of.blocks is not None
+    monkeypatch.setattr(best_of.blocks.problem, "solve", lambda bounds, gap: None)
     budget = Bound(least.peak + (plain.unlimited.peak - least.peak) / 4)
-    found, wanted = either.within(budget), plain.within(budget)
+    found, wanted = best_of.within(budget), plain.within(budget)
     assert found is not None
     assert wanted is not None
     assert (found.seconds, found.peak) == (wanted.seconds, wanted.peak)
-    monkeypatch.setattr(either.blocks, "narrowed", lambda fit: fit)
-    monkeypatch.setattr(either.blocks, "lowered", lambda fit, enough=0.0: fit)
-    assert either.least().peak == least.peak
+    monkeypatch.setattr(best_of.blocks, "narrowed", lambda fit: fit)
+    monkeypatch.setattr(best_of.blocks, "lowered", lambda fit, enough=0.0: fit)
+    assert best_of.least().peak == least.peak
 
 
 def test_what_is_converted_for_a_gemm_and_kept_in_that_dtype_is_one(chooser: Chooser) -> None:

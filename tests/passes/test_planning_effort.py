@@ -11,13 +11,13 @@ from backend_helpers import eager_backend
 from fxprec import BudgetError, Plan
 from fxprec.demo.models import CharTransformer
 from fxprec.passes import choose_crossings
+from fxprec.passes.budget_part import Bound
 from fxprec.passes.crossings import problem as problems
 from fxprec.passes.crossings.choice import Chooser
 from fxprec.passes.crossings.costs import Rates
 from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.crossings.problem import Problem
 from fxprec.passes.crossings.repeats import find_repeats, groups_of
-from fxprec.passes.part import Bound
 
 TOKENS = torch.randint(0, 32, (4, 64), generator=torch.Generator().manual_seed(3))
 

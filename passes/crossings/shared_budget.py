@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fxprec.passes.part import Part
+from fxprec.passes.budget_part import BudgetPart
 from fxprec.plan.rows import PeakPoint
 
 
 @dataclass(frozen=True)
-class Together:
+class SharedBudget:
     """The graphs of a step by number; ``calls``: the orders of their calls; ``gradients``: their bytes of gradients."""
 
     points: Mapping[int, Sequence[PeakPoint]]
@@ -40,7 +40,7 @@ class Together:
             self._beside(chosen, calls, at) + chosen[g].peak for calls in self.calls for at, g in enumerate(calls)
         )
 
-    def parts(self, chosen: Mapping[int, PeakPoint], budget: int) -> Mapping[int, Part]:
+    def parts(self, chosen: Mapping[int, PeakPoint], budget: int) -> Mapping[int, BudgetPart]:
         """Return each graph's part. Bytes that are left of the budget raise what each graph may keep waiting."""
         left = budget - self.peak(chosen)
         spare = left // (2 * max(map(len, self.calls)))
@@ -49,7 +49,7 @@ class Together:
             g: max(self._beside(looser, calls, at) for calls in self.calls for at, n in enumerate(calls) if n == g)
             for g in chosen
         }
-        return {g: Part(budget, beside[g], looser[g].waiting, len(chosen)) for g in chosen}
+        return {g: BudgetPart(budget, beside[g], looser[g].waiting, len(chosen)) for g in chosen}
 
     def _beside(self, chosen: Mapping[int, PeakPoint], calls: Sequence[int], at: int) -> int:
         later = {*calls[at + 1 :]}

@@ -9,9 +9,9 @@ from fxprec.errors import BudgetError
 from fxprec.passes.analysis.joint import is_view_or_cast
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.base import Work
+from fxprec.passes.crossings.best_of import BestOf
 from fxprec.passes.crossings.choice import Chooser, Fit
 from fxprec.passes.crossings.costs import Rates
-from fxprec.passes.crossings.either import Either
 from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.crossings.problem import Problem
 from fxprec.passes.crossings.progress import Progress
@@ -28,7 +28,7 @@ def within_budget(work: Work, needs: Needs, goal: PeakBudget, progress: Progress
     device = work.joint.table.meta["val"].device
     part, rates = work.peak_part, Rates.of(device)
     high = Chooser(Problem(needs, rates, ())).unlimited
-    chooser = Either.of(needs, rates, work.settings.ways, progress)
+    chooser = BestOf.of(needs, rates, work.settings.ways, progress)
     everything = high.peak + part.beyond  # a budget that is a share refers to the compiled step's peak, if known
     budget = goal.bytes_of(everything) if part.budget is None else part.budget
     offers = part.shares or part.wants_curve  # other graphs of the step may need this graph's curve

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from fxprec.passes.budget_part import Bound
 from fxprec.passes.crossings.choice import Chooser, Fit
 from fxprec.passes.crossings.costs import Rates
 from fxprec.passes.crossings.curve import curve
@@ -17,11 +18,10 @@ from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.crossings.overlap import overlapped
 from fxprec.passes.crossings.problem import Effort, Problem
 from fxprec.passes.crossings.progress import Progress
-from fxprec.passes.part import Bound
 
 
 @dataclass(frozen=True)
-class Either:
+class BestOf:
     """Choosers whose best result is never worse than the result without block formats."""
 
     plain: Chooser
@@ -30,7 +30,7 @@ class Either:
     """A chooser that assumes that all copies to host memory are hidden."""
 
     @classmethod
-    def of(cls, needs: Needs, rates: Rates, allowed: Collection[str], progress: Progress | None = None) -> Either:
+    def of(cls, needs: Needs, rates: Rates, allowed: Collection[str], progress: Progress | None = None) -> BestOf:
         """Build choosers for the forms that ``needs`` offers and ``allowed`` permits; ``rates`` give the costs."""
         progress = Progress() if progress is None else progress
 

@@ -19,7 +19,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Part:
+class BudgetPart:
     """One graph's part of the budget; the default is the part of a graph that runs alone."""
 
     budget: int | None = None
