@@ -18,8 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxprec import compat
 from fxprec.passes.analysis import regions
-from fxprec.passes.analysis.crossings import crossings, is_copy_of_parameter, source_of_copy
 from fxprec.passes.analysis.replay.kernels import draws
+from fxprec.passes.analysis.saved_values import is_copy_of_parameter, saved_values, source_of_copy
 from fxprec.passes.base import Work
 from fxprec.passes.casts.upsampled import sum_upsampled
 from fxprec.passes.casts.written_inputs import copies_of_inputs, copy_written_inputs
@@ -53,7 +53,7 @@ class Partition:
             return as_torch_does(gm, inputs, gone, **options)
         tidy(gm, gone)
         drawn = {node for node in gm.graph.nodes if regions.runs_again(node) and draws(node)}
-        return compat.cut(gm, crossings(self.work.joint), drawn, num_fwd_outputs=options["num_fwd_outputs"])
+        return compat.cut(gm, saved_values(self.work.joint), drawn, num_fwd_outputs=options["num_fwd_outputs"])
 
     def _copies_again(self) -> list[Node]:
         """Return the stored copies of parameters that backward recomputes from the parameter itself.

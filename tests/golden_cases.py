@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.absent import plan_for
 from fxprec.config.recipes import FP8
-from fxprec.passes.analysis.crossings import crossings
+from fxprec.passes.analysis.saved_values import saved_values
 from fxprec.passes.base import Work
 from fxprec.passes.pass_report import PassReport
 from fxprec.plan import Plan, Site
@@ -191,7 +191,7 @@ def _decisions(work: Work) -> Iterator[str]:
 def _cut(work: Work) -> Iterator[str]:
     """Say what crosses to backward, where torch's min-cut does not choose it."""
     if work.is_cut:
-        yield from (f"crosses: {node.name}" for node in crossings(work.joint))
+        yield from (f"crosses: {node.name}" for node in saved_values(work.joint))
 
 
 def _names(nodes: Sequence[Any]) -> str:

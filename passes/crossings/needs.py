@@ -12,11 +12,11 @@ from fxprec.numerics.blocks import WHOLE_BITS, BlockFormat, find_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.block_copies import Refusals, wanted_block_formats
-from fxprec.passes.analysis.crossings import is_repeated
 from fxprec.passes.analysis.joint import tensor_of, value
 from fxprec.passes.analysis.replay.kernels import Kind, kind_of
 from fxprec.passes.analysis.replay.step import Step
 from fxprec.passes.analysis.saved_bytes import bytes_per_element
+from fxprec.passes.analysis.saved_values import is_repeated
 from fxprec.passes.analysis.ways import Form
 from fxprec.passes.base import Work
 from fxprec.passes.forms.blocks import Blocks

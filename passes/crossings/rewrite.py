@@ -1,7 +1,7 @@
 """Edit the joint graph as the chooser decided: keep each value in its form, or recompute it in backward.
 
 A copy's format changes, a new copy is inserted, or new backward nodes recompute a value from kept values. The partition
-follows these nodes (`analysis.crossings`).
+follows these nodes (`analysis.saved_values`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.fx import Graph, Node
 from fxprec.ir.calls import Call
 from fxprec.ir.symbolic import Dequantize
 from fxprec.kernels.host import Offload, Reload, WaitOffload, WaitReload
-from fxprec.passes.analysis.crossings import is_repeated
 from fxprec.passes.analysis.joint import operator_of, tensor_of
+from fxprec.passes.analysis.saved_values import is_repeated
 from fxprec.passes.analysis.ways import row_of
 from fxprec.passes.base import Work
 from fxprec.passes.crossings.choice import Fit

@@ -19,13 +19,13 @@ from fxprec.ir.symbolic import QUANTIZE, Dequantize, Quantize, is_in_blocks
 from fxprec.numerics.blocks import WHOLE_BITS, AnyFormat, BlockFormat
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
-from fxprec.passes.analysis.crossings import is_repeated, needed_by_forward
 from fxprec.passes.analysis.joint import JointGraph, input_index, is_view, numel_expr, numel_hint, tensor_of, value
 from fxprec.passes.analysis.ops import CASTS
 from fxprec.passes.analysis.replay.kernels import HEAVY, Kind, bytes_of, kind_of, workspace_of
 from fxprec.passes.analysis.replay.loops import Item
 from fxprec.passes.analysis.replay.timeline import Timeline
 from fxprec.passes.analysis.saved_bytes import bytes_per_element, stored_bytes
+from fxprec.passes.analysis.saved_values import is_repeated, needed_by_forward
 from fxprec.passes.analysis.signs import askers_above
 from fxprec.passes.analysis.ways import Form
 from fxprec.plan.rows import LIVE

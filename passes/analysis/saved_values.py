@@ -13,7 +13,7 @@ from fxprec.passes.analysis.replay.kernels import Kind, kind_of
 _COPIES = frozenset({QUANTIZE, DEQUANTIZE, TRANSPOSED, CONVERT})
 
 
-def crossings(joint: JointGraph) -> list[Node]:
+def saved_values(joint: JointGraph) -> list[Node]:
     """Return the inputs and forward nodes that cross to backward, in graph order.
 
     Backward computes its own nodes, and nodes that depend on a decoded copy which forward does not need. Backward also
