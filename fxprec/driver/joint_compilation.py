@@ -27,7 +27,7 @@ from fxprec.passes.analysis.joint import JointGraph
 from fxprec.passes.analysis.replay.step import drawn
 from fxprec.passes.analysis.saved_bytes import as_partitioned, copied_inputs, partitioned_size, read_by_backward
 from fxprec.passes.analysis.sizes import budget_note, ranges_of
-from fxprec.passes.analysis.untagged import tag_backward
+from fxprec.passes.analysis.tag_backward import tag_backward
 from fxprec.passes.apply_updates import insert as insert_updates
 from fxprec.passes.apply_updates import settle as settle_updates
 from fxprec.passes.base import Work
