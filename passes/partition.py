@@ -62,7 +62,7 @@ class Partition:
         """
         joint, budget = self.work.joint, self.work.memory_budget
         copies = (n for n in joint.forward_nodes() if is_copy_of_parameter(n, joint))
-        return [n for n in copies if budget < 1 or regions.is_made_again(source_of_copy(n))]
+        return [n for n in copies if budget < 1 or regions.is_read_by_regions_only(source_of_copy(n))]
 
 
 def as_torch_does(gm: GraphModule, inputs: Sequence[object], copied: Collection[Node], **options: Any) -> compat.Halves:

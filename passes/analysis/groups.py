@@ -232,7 +232,7 @@ def _saved_for_backward(operators: Operators, copies_parameters: bool) -> frozen
 
 def _outlives_forward(node: Node, joint: JointGraph, copies_parameters: bool) -> bool:
     if node.op == "placeholder":
-        return joint.describe(node).kind != "param" or (copies_parameters and not regions.is_made_again(node))
+        return joint.describe(node).kind != "param" or (copies_parameters and not regions.is_read_by_regions_only(node))
     return not regions.is_recomputed(node) or regions.is_boundary(node)
 
 

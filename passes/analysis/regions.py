@@ -105,8 +105,8 @@ def is_start(node: Node) -> bool:
     return any(not is_backward(u) and is_recomputed(u) for u in readers_of(node))
 
 
-def is_made_again(node: Node) -> bool:
-    """Say whether only regions read a parameter, so that its stored copy can be recomputed from the parameter."""
+def is_read_by_regions_only(node: Node) -> bool:
+    """Say whether only regions read a parameter in forward, so that its stored copy can be recomputed from it."""
     forward = [u for u in readers_of(node, through=_COPIES) if not is_backward(u)]
     return bool(forward) and all(is_marked(u) for u in forward)
 
