@@ -61,9 +61,9 @@ class AssignPrecision(Pass):
         work.notices += [Notice("assign-precision", text) for text in texts]
         ranges = ranges_of(work.joint.graph)
         if ranges and self.rounds_values:
-            _note_budget(work, ranges)
+            _remark_budget(work, ranges)
         if ranges:
-            _note_order(work, ranges)
+            _remark_order(work, ranges)
 
 
 def _without_effect(work: Work) -> Iterator[str]:
@@ -74,7 +74,7 @@ def _without_effect(work: Work) -> Iterator[str]:
         yield from without_effect(work.grouped.tensors if work.joint.tangents else (), patterns)
 
 
-def _note_budget(work: Work, ranges: Ranges) -> None:
+def _remark_budget(work: Work, ranges: Ranges) -> None:
     """Add a remark that says for which sizes within the guards the activation budget holds."""
     budget = work.settings.activation_budget
     if budget is None:
@@ -86,7 +86,7 @@ def _note_budget(work: Work, ranges: Ranges) -> None:
         work.notices += [Notice("assign-precision", note.text)] if note.is_broken else []
 
 
-def _note_order(work: Work, ranges: Ranges) -> None:
+def _remark_order(work: Work, ranges: Ranges) -> None:
     """Add remarks that say for which sizes within the guards the order of demotion holds."""
     settings, grouped, assignment = work.settings, work.grouped, work.assignment
     if settings.asked.policy in ("size", "size-ascending") and settings.recipe.has_low and settings.low_ratio != 0:

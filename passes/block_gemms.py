@@ -47,17 +47,17 @@ class BlockGemms(Pass):
     def apply(self, work: Work) -> None:
         operands = work.settings.recipe.operands
         if operands is None:
-            _tell_of_given(work)
+            _notice_given(work)
             return
         rewrite = _Rewrite.of(work, operands)
         work.in_blocks = tuple(rewrite.chosen(i, op) for i, op in enumerate(work.grouped.gemms))
         rewrite.run()
         if work.given is None and not any(found.formats or found.is_kept_high for found in work.in_blocks):
-            _tell_of_none(work)
+            _notice_none(work)
         work.remarks.append(_remark(work, operands))
 
 
-def _tell_of_given(work: Work) -> None:
+def _notice_given(work: Work) -> None:
     """Add a notice if the given plan rounds operands to blocks and the recipe does not."""
     given = () if work.given is None else [gemm for gemm in work.given.gemms if any(_formats(gemm))]
     if given:
@@ -68,7 +68,7 @@ def _tell_of_given(work: Work) -> None:
         work.notices.append(Notice("block-gemms", detail))
 
 
-def _tell_of_none(work: Work) -> None:
+def _notice_none(work: Work) -> None:
     """Add a notice that no GEMM's operands are rounded although the recipe has formats for them."""
     for found in work.in_blocks[:1]:
         detail = f"recipe {work.settings.recipe.name!r} rounds no GEMM's operands here; of the first, {found.why}"
@@ -119,7 +119,7 @@ class _Rewrite:
         if not weights:
             why = TWO_VALUES if nodes else f"{op.aten} has no operands in blocks"
             if given is not None and any(_formats(given)):
-                self._tell(op, f"gemms[{index}] of the given plan has them in blocks, and {why}")
+                self._notice(op, f"gemms[{index}] of the given plan has them in blocks, and {why}")
             return InBlocks(why=why)
         if given is None and self._is_kept_high(index, op):
             return InBlocks(why=KEPT_HIGH, is_kept_high=True)
@@ -139,7 +139,7 @@ class _Rewrite:
             else:
                 refused = refused or f"{product}: {reason}"
         if refused:
-            self._tell(op, refused)
+            self._notice(op, refused)
         return InBlocks(
             forward=formats.get("forward"),
             input_grad=formats.get("input_grad"),
@@ -147,7 +147,7 @@ class _Rewrite:
             why=refused or ("" if given is None else given.operands_why),
         )
 
-    def _tell(self, op: Operator, reason: str) -> None:
+    def _notice(self, op: Operator, reason: str) -> None:
         detail = f"the operands stay in {self.work.settings.recipe.hi.name}: {reason}"
         self.work.notices.append(Notice(named(op.name, op.module, op.source), detail))
 

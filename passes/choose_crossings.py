@@ -51,7 +51,7 @@ class ChooseCrossings(Pass):
         elif work.joint.tangents:
             _choose(work)
         else:
-            _tell_of_wanted_blocks(work, {})
+            _notice_wanted_blocks(work, {})
 
 
 def _choose(work: Work) -> None:
@@ -70,8 +70,8 @@ def _choose(work: Work) -> None:
     rewrite = Rewrite(work, needs, fit)
     rewrite.rewrite()
     work.is_cut = True
-    _tell_of_blocks(work, needs, rewrite.stage)
-    _tell_of_copies(work, needs, fit)
+    _record_blocks(work, needs, rewrite.stage)
+    _record_copies(work, needs, fit)
 
 
 def _read_exactly(needs: Needs) -> set[Node]:
@@ -89,7 +89,7 @@ WHY_RECOMPUTED = f"{UNREAD}: it is computed again in backward, which takes less 
 WHY_KEPT = f"{UNREAD}: backward reads the value itself as well"
 
 
-def _tell_of_blocks(work: Work, needs: Needs, stage: Stage) -> None:
+def _record_blocks(work: Work, needs: Needs, stage: Stage) -> None:
     """Write into the sites which values are stored in blocks, or why they are not."""
     sites = work.book.sites
     for node, row in needs.rows.items():
@@ -98,10 +98,10 @@ def _tell_of_blocks(work: Work, needs: Needs, stage: Stage) -> None:
             sites[row] = replace(sites[row], saved_as=form.saved_as(node, stage))
         elif why and not sites[row].why:
             sites[row] = replace(sites[row], why=why)
-    _tell_of_wanted_blocks(work, {row: needs.refused.get(node, "") for node, row in needs.rows.items()})
+    _notice_wanted_blocks(work, {row: needs.refused.get(node, "") for node, row in needs.rows.items()})
 
 
-def _tell_of_wanted_blocks(work: Work, refused: Mapping[int, str]) -> None:
+def _notice_wanted_blocks(work: Work, refused: Mapping[int, str]) -> None:
     """Add a notice for each tensor that only the given plan stores in blocks; ``refused`` has reasons, by site."""
     if work.given is None:
         return
@@ -116,7 +116,7 @@ def _tell_of_wanted_blocks(work: Work, refused: Mapping[int, str]) -> None:
         work.notices.append(Notice(f"{site.tensor} ({site.module})" if site.module else site.tensor, detail))
 
 
-def _tell_of_copies(work: Work, needs: Needs, fit: Fit) -> None:
+def _record_copies(work: Work, needs: Needs, fit: Fit) -> None:
     """Update the sites of values that are now kept in another form than their row says, or recomputed."""
     hi, repeated = work.settings.recipe.hi, {node for node, _ in fit.replay.repeated}
     for node, row in needs.rows.items():
@@ -128,9 +128,9 @@ def _tell_of_copies(work: Work, needs: Needs, fit: Fit) -> None:
             continue
         if is_kept or node in repeated:
             was_low = parse(site.format).bits < hi.bits
-            told = replace(site, reads="all", format=hi.name)
+            high = replace(site, reads="all", format=hi.name)
             why = WHY_KEPT if is_kept else WHY_RECOMPUTED
-            work.book.sites[row] = replace(told, why=why, unread=True) if was_low else told
+            work.book.sites[row] = replace(high, why=why, unread=True) if was_low else high
 
 
 def _inputs(work: Work, needs: Needs) -> set[Node]:
@@ -153,13 +153,13 @@ def _fit_peak(work: Work) -> None:
     Rewrite(work, needs, fit).run()
     work.is_cut = True
     work.remarks.append(_remark(needs, fit))
-    _tell_of_graphs(work)
-    _tell_unused(work, needs)
+    _remark_shared(work)
+    _notice_unused(work, needs)
     if work.peak_sizes is not None:
         work.remarks.append(work.peak_sizes.note())
 
 
-def _tell_of_graphs(work: Work) -> None:
+def _remark_shared(work: Work) -> None:
     """Add a remark about the graphs that share the budget."""
     part = work.peak_part
     if part.is_provisional:
@@ -177,7 +177,7 @@ def _tell_of_graphs(work: Work) -> None:
         )
 
 
-def _tell_unused(work: Work, needs: Needs) -> None:
+def _notice_unused(work: Work, needs: Needs) -> None:
     """Add a notice for each block format of ``ways`` that no value may be kept in."""
     borne = {form.copy for forms in needs.forms.values() for form in forms if isinstance(form, Blocks)}
     for fmt in find_formats(work) if work.given is None and set(work.settings.ways) & set(BLOCK_WAYS) else ():

@@ -75,7 +75,7 @@ class _Readers:
             self.work.book.sites[site.id] = settled
             chosen = self._chosen_by_hand(site) if reason and fmt != parse(site.format) else None
             if chosen is not None:
-                self._tell_unfollowed(site, chosen, fmt, reason)
+                self._notice_unfollowed(site, chosen, fmt, reason)
         self._name_unknown()
 
     def _name_unknown(self) -> None:
@@ -96,7 +96,7 @@ class _Readers:
         is_theirs = any(chosen.has_numbers_of(fmt) for fmt in (group, self.hi))
         return None if is_theirs else self.work.given.sites[site.id].format
 
-    def _tell_unfollowed(self, site: Site, chosen: str, fmt: Format, reason: str) -> None:
+    def _notice_unfollowed(self, site: Site, chosen: str, fmt: Format, reason: str) -> None:
         detail = (
             f"sites[{site.id}].format of the given plan is {chosen!r}, and it stays in "
             f"{fmt.name}, since {reason}; storage='simulate' rounds it for every reader"

@@ -65,7 +65,7 @@ class NarrowGemms(Pass):
                 continue
             if everything or not is_backward(node):
                 convert.gemm(node)
-        _tell_of_widened(work)
+        _remark_widened(work)
 
 
 SMALL = 1 << 20
@@ -88,7 +88,7 @@ def _is_small(node: Node) -> bool:
     return val.dtype == torch.float32 and numel_hint(val) * dim_hint(first.shape[1]) < SMALL
 
 
-def _tell_of_widened(work: Work) -> None:
+def _remark_widened(work: Work) -> None:
     """Add a remark if the CPU lacks 16-bit GEMMs, and a fact for the log unless the user chose the processor."""
     widened = (n for n in work.joint.graph.nodes if is_widened(n, work.settings.processor))
     first = next(widened, None)

@@ -35,10 +35,10 @@ class WeighGemms(Pass):
         else:
             work.answers = tuple(_answer(op, gpu, work, given.get(i)) for i, op in enumerate(work.grouped.gemms))
         if work.settings.asked.gemms == "low":
-            _tell_what_stays_high(work)
+            _notice_high(work)
 
 
-def _tell_what_stays_high(work: Work) -> None:
+def _notice_high(work: Work) -> None:
     high = [a for a in work.answers if not a.pays]
     if high:
         detail = f"gemms='low', but {len(high)} of {len(work.answers)} GEMMs decode their operands: {high[0].why}"

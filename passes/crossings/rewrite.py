@@ -43,7 +43,7 @@ class Rewrite:
     def run(self) -> None:
         """Edit the graph, and record each value's way in its site."""
         self.rewrite()
-        self._tell_sites()
+        self._record_ways()
 
     def rewrite(self) -> None:
         """Edit the graph."""
@@ -134,7 +134,7 @@ class Rewrite:
             if not q.users:
                 self.graph.erase_node(q)
 
-    def _tell_sites(self) -> None:
+    def _record_ways(self) -> None:
         """Record in each site the way of its value."""
         sites, repeated = self.work.book.sites, {node for node, _ in self.fit.replay.repeated}
         for node, row in self.needs.rows.items():
