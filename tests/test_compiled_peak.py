@@ -189,13 +189,8 @@ def test_a_budget_that_no_plan_keeps_is_an_error_that_names_the_best() -> None:
 
 
 def test_what_waits_while_other_graphs_run_is_held_to_its_part() -> None:
-<<<<<<< HEAD
     peak = PeakAttempts(EventLog("graph 0", strict=False))
-    peak.set_part(Part(budget=1000, beside=200, waiting=450, num_graphs=2))
-=======
-    peak = PeakBudget(EventLog("graph 0", strict=False))
-    peak.take(BudgetPart(budget=1000, beside=200, waiting=450, num_graphs=2))
->>>>>>> 0d194c3 (passes: either, together, given, part, budget and share are named by what they decide; Waits of copies is CopyWaits)
+    peak.set_part(BudgetPart(budget=1000, beside=200, waiting=450, num_graphs=2))
     assert peak.hold(replace(budget(700), beside=200), 790, 530) is None
     assert (peak.part.beyond, peak.part.beyond_waiting) == (0, 30)
     assert peak.hold(replace(budget(700), beside=200), 810, 450) is None

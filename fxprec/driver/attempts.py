@@ -11,14 +11,9 @@ from dataclasses import replace
 from fxprec.config import Settings
 from fxprec.driver.event_log import EventLog
 from fxprec.errors import BudgetError
-from fxprec.passes.crossings.reserve import enough_for
-<<<<<<< HEAD:fxprec/driver/attempts.py
-from fxprec.passes.notice import budget_text, readable
-=======
-from fxprec.passes.crossings.shared_budget import GraphsTogether
-from fxprec.passes.notice import budget_text, readable
->>>>>>> 4ab9537 (passes: notice.raised is budget_text, because it formats a budget and raises nothing):fxprec/driver/budget.py
 from fxprec.passes.budget_part import BudgetPart
+from fxprec.passes.crossings.reserve import enough_for
+from fxprec.passes.notice import budget_text, readable
 from fxprec.plan import PeakBytes
 
 ATTEMPTS = 5  # plans made for one peak budget, each compiled; the second nearly always fits

@@ -13,9 +13,9 @@ from fxprec import compat
 from fxprec.config import Settings
 from fxprec.config.settings import PeakBudget
 from fxprec.errors import BudgetError
+from fxprec.passes.budget_part import BudgetPart
 from fxprec.passes.crossings.shared_budget import SharedBudget
 from fxprec.passes.notice import readable
-from fxprec.passes.budget_part import BudgetPart
 from fxprec.plan import PeakBytes
 
 if TYPE_CHECKING:
