@@ -76,7 +76,7 @@ def _made_in_loops(readers: Collection[Node]) -> set[Node]:
 
 
 def _is_read_whole(node: Node) -> bool:
-    """Say whether an extern kernel reads a value or a view of it: then the value is written to memory anyway."""
+    """Return whether an extern kernel reads a value or a view of it: then the value is written to memory anyway."""
     kinds = {user: kind_of(user) for user in node.users if user.op != "output"}
     return any(kind is Kind.EXTERN or (kind is Kind.VIEW and _is_read_whole(user)) for user, kind in kinds.items())
 

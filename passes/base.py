@@ -116,11 +116,11 @@ class Work:
 
     @property
     def fits_peak(self) -> bool:
-        """Say whether a peak budget, or a given plan made under one, decides how backward gets each value."""
+        """Return whether a peak budget, or a given plan made under one, decides how backward gets each value."""
         return self.peak_goal is not None
 
     def has(self, name: str) -> bool:
-        """Say whether the pass that fills the field ``name`` has run."""
+        """Return whether the pass that fills the field ``name`` has run."""
         return name in vars(self)
 
 

@@ -171,7 +171,7 @@ class _Rewrite:
         return find_blocks(name) if name else None
 
     def is_weight(self, operand: Node) -> bool:
-        """Say whether an operand is a parameter, seen through views, casts and the scaling of smooth-swiglu."""
+        """Return whether an operand is a parameter, seen through views, casts and the scaling of smooth-swiglu."""
         node = operand
         while (
             node.target in _SHOWING
@@ -220,7 +220,7 @@ def _is_matrix_product(node: Node) -> bool:
 
 
 def _sums_over_tokens(node: Node) -> bool:
-    """Say whether a grouped product sums over each group's tokens, which are padded to whole blocks."""
+    """Return whether a grouped product sums over each group's tokens, which are padded to whole blocks."""
     return node.target is GroupedMm.target and tensor_of(node).ndim == 3
 
 

@@ -41,7 +41,7 @@ class BudgetPart:
 
     @property
     def shares(self) -> bool:
-        """Say whether other graphs run in the same step."""
+        """Return whether other graphs run in the same step."""
         return self.is_provisional or self.num_graphs > 1
 
     def bound(self, budget: int, reserved: int = 0) -> Bound:

@@ -39,7 +39,7 @@ Scale = int | None  # index of a variable of the `ScaleGraph`, or None for a gra
 
 
 def needs_scale(fmt: str) -> bool:
-    """Say whether a gradient in this format can need a scale."""
+    """Return whether a gradient in this format can need a scale."""
     return not parse(fmt).has_float32_range
 
 

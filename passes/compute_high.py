@@ -139,7 +139,7 @@ class _Readers:
         return reads, fmt, ""
 
     def _is_exact(self, value: Node) -> bool:
-        """Say whether a high copy would equal the value, which is then saved itself."""
+        """Return whether a high copy would equal the value, which is then saved itself."""
         return self.work.settings.storage == "native" and tensor_of(value).dtype == self.hi.torch_dtype
 
     def _is_parameter(self, value: Node) -> bool:

@@ -43,7 +43,7 @@ class DropRoundTrips(Pass):
 
 
 def _stays_in_16_bits(work: Work, refusals: Refusals, q: Node, cast: Quantize) -> bool:
-    """Say whether a copy has bfloat16's range, and choose-crossings stores it in no block format."""
+    """Return whether a copy has bfloat16's range, and choose-crossings stores it in no block format."""
     if is_in_blocks(cast.format) or not parse(cast.format).has_float32_range:
         return False
     site = work.book.sites[cast.row]
@@ -113,5 +113,5 @@ def _as_it_was(graph: Graph, reader: Node, x: Node, dtype: torch.dtype) -> Node 
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Say whether the wide dtype represents every number of the narrow dtype."""
+    """Return whether the wide dtype represents every number of the narrow dtype."""
     return wide == torch.float32 and narrow in (torch.bfloat16, torch.float16)

@@ -104,7 +104,7 @@ class _Copies:
         return chain if chain and len(sources) == 1 and self._source_bits(chain) >= bits else None
 
     def _bears_activation(self, reader: Node) -> bool:
-        """Say whether a reader of an activation tolerates its recomputation, and gains from it.
+        """Return whether a reader of an activation tolerates its recomputation, and gains from it.
 
         A product does. Other formulas may depend on the activation's relative error. A GEMM writes its operand to
         memory anyway, so recomputing the operand costs time. Only a recipe that saves in fewer than 8 bits spends that

@@ -62,7 +62,7 @@ def _narrow(gm: GraphModule, dtype: torch.dtype) -> None:
 
 
 def _is_wide_attention(node: Node) -> bool:
-    """Say whether a node is attention that reads and returns float32; under autocast it returns 16 bits."""
+    """Return whether a node is attention that reads and returns float32; under autocast it returns 16 bits."""
     if node.op != "call_function" or node.target not in compat.ATTENTION:
         return False
     query, result = _value(_argument(node, "query")), _value(node)

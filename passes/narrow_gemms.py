@@ -78,7 +78,7 @@ SHORT = 256
 
 
 def _is_small(node: Node) -> bool:
-    """Say whether a CPU multiplies these float32 matrices faster without converting them."""
+    """Return whether a CPU multiplies these float32 matrices faster without converting them."""
     if node.target in ops.ATTENTION | ops.ATTENTION_BACKWARD:
         query = tensor_of(factors_of(node)[-3])
         return query.dtype == torch.float32 and dim_hint(query.shape[-2]) < SHORT
@@ -195,11 +195,11 @@ def _own_result(node: Node) -> list[Node]:
 
 
 def _is_logsumexp(node: Node) -> bool:
-    """Say whether a node is the softmax statistic that attention saves, which stays float32."""
+    """Return whether a node is the softmax statistic that attention saves, which stays float32."""
     item = item_of(node)
     return item is not None and item[0].target in ops.ATTENTION and item[1] != 0
 
 
 def _is_float32_mask(node: Node, attention: Node) -> bool:
-    """Say whether ``node`` is the float32 mask of a CPU's attention, which takes it beside operands of any dtype."""
+    """Return whether ``node`` is the float32 mask of a CPU's attention, which takes it beside operands of any dtype."""
     return node in attention.kwargs.values() and _dtype(node) == torch.float32

@@ -54,7 +54,7 @@ def _casts(work: Work) -> dict[int, list[Node]]:
 
 
 def _needs_scale(fmt: str) -> bool:
-    """Say whether a copy in this format is scaled: in 16 bits a scale would cost a pass over memory for little."""
+    """Return whether a copy in this format is scaled: in 16 bits a scale would cost a pass over memory for little."""
     form = parse(fmt)
     return form.bits <= 8 and not form.has_float32_range
 

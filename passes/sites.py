@@ -183,7 +183,7 @@ class SiteBook:
         return found
 
     def is_identity(self, tensor: CountedTensor, dtype: torch.dtype) -> bool:
-        """Say whether storing the tensor in its format changes neither bits nor memory. Its row stays anyway."""
+        """Return whether storing the tensor in its format changes neither bits nor memory. Its row stays anyway."""
         return parse(self.site(tensor, dtype).format).torch_dtype == dtype
 
     def store(self, node: Node, tensor: CountedTensor, *, backward: bool | None = None) -> tuple[Node, Node]:

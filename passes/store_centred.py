@@ -65,7 +65,7 @@ def _move(graph: Graph, q: Node, cast: Quantize) -> bool:
 
 
 def _is_centring(user: Node, read: Node) -> bool:
-    """Say whether a node subtracts a smaller forward tensor, a mean, from ``read``."""
+    """Return whether a node subtracts a smaller forward tensor, a mean, from ``read``."""
     if user.target is not _SUB or user.kwargs:
         return False
     x, mean = user.args
@@ -85,7 +85,7 @@ def _in_forward(x: Node, wanted: list[Node]) -> Node | None:
 
 
 def _is_same(a: Node, b: Node) -> bool:
-    """Say whether two differences are equal: both subtract the same mean from the same views of one tensor."""
+    """Return whether two differences are equal: both subtract the same mean from the same views of one tensor."""
     if tensor_of(a).shape != tensor_of(b).shape or tensor_of(a).dtype != tensor_of(b).dtype:
         return False
     seen_a, seen_b = (

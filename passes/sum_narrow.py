@@ -51,7 +51,7 @@ class SumNarrow(Pass):
 
 
 def _is_traced(conversion: Node) -> bool:
-    """Say whether the model or its autocast converts: nodes that passes insert have no ``original_aten``."""
+    """Return whether the model or its autocast converts: nodes that passes insert have no ``original_aten``."""
     return "original_aten" in conversion.meta
 
 

@@ -68,7 +68,7 @@ class _Call:
 
     @property
     def is_between_float32(self) -> bool:
-        """Say whether all operands are converted from float32, and all results to float32."""
+        """Return whether all operands are converted from float32, and all results to float32."""
         return all(map(_was_float32, self.operands)) and all(
             user.target in ops.ATTENTION_BACKWARD or (user.target is CONVERT and user.args[1] == torch.float32)
             for result in self.results

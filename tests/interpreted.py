@@ -25,7 +25,7 @@ OLD_INTERPRETER = "only 0-dimensional arrays can be converted to Python scalars"
 
 
 def starts(item: pytest.Item) -> bool:
-    """Say whether a test takes a fixture that starts the interpreter's process."""
+    """Return whether a test takes a fixture that starts the interpreter's process."""
     return not STARTS.isdisjoint(getattr(item, "fixturenames", ()))
 
 

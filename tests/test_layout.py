@@ -26,7 +26,7 @@ def imported_in(folder: Path) -> list[str]:
 
 
 def is_editable() -> bool:
-    """Say whether the package under test is this folder, installed as README says, and not a wheel or a PYTHONPATH."""
+    """Return whether the package under test is this folder, installed as README says, and not a wheel or a PYTHONPATH."""
     paths = Path(sysconfig.get_path("purelib")).glob("__editable__.fxprec-*.pth")
     return any(path.read_text().strip() == str(ROOT) for path in paths)
 

@@ -40,7 +40,7 @@ class Finding:
     """Whether a backend of torch that computes the same operators has a finding too."""
 
     def is_like(self, other: Finding | None) -> bool:
-        """Say whether both may have one cause: the same exception, or other numbers."""
+        """Return whether both may have one cause: the same exception, or other numbers."""
         if other is None or self.kind != other.kind or self.by_torch != other.by_torch:
             return False
         return self.kind == "values" or self.detail.split(":")[0] == other.detail.split(":")[0]

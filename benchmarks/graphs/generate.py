@@ -49,7 +49,7 @@ def program_of(seed: int, statements: int = STATEMENTS) -> Program:
 
 
 def runs(program: Program) -> bool:
-    """Say whether it runs in both precisions: what is computed in place may be wanted by backward."""
+    """Return whether it runs in both precisions: what is computed in place may be wanted by backward."""
     try:
         for wide in (torch.float32, torch.float64):
             for batch in range(program.options["batches"]):

@@ -160,7 +160,7 @@ def measure_sample(gm: GraphModule, given: tuple[Any, ...], by: str, into: Measu
 
 
 def _is_kept_anyway(reason: HighReason | None, op: Operator) -> bool:
-    """Say whether a value stays above 8 bits for another reason than how ``op``'s backward bears them."""
+    """Return whether a value stays above 8 bits for another reason than how ``op``'s backward bears them."""
     if reason is None or reason.unknown:
         return False
     why, _, name = reason.why.rpartition(" (")

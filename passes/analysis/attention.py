@@ -89,7 +89,7 @@ def _masked(node: Node) -> Node:
 
 
 def _is_product(node: Node) -> bool:
-    """Say whether a node is a product of matrices, seen through scalings, masks and views."""
+    """Return whether a node is a product of matrices, seen through scalings, masks and views."""
     while node.target in _SCALINGS | _MASKS or _shows(node):
         if not node.all_input_nodes:
             return False

@@ -90,6 +90,6 @@ def wanted_block_formats(work: Work, site: Site, q: Node) -> list[BlockFormat]:
 
 
 def _is_attended(q: Node) -> bool:
-    """Say whether only attention's backward reads a copy, or parts of it."""
+    """Return whether only attention's backward reads a copy, or parts of it."""
     found = [reader for read, _ in Dequantize.among(q.users) for _, reader in readers(read, is_view_or_cast)]
     return bool(found) and all(reader.target in ops.ATTENTION_BACKWARD for reader in found)

@@ -56,7 +56,7 @@ class Coded:
 
     @property
     def is_fp8(self) -> bool:
-        """Say whether the codes are a torch dtype of 8-bit floats that tensor cores multiply."""
+        """Return whether the codes are a torch dtype of 8-bit floats that tensor cores multiply."""
         return self.fmt.torch_dtype in FP8
 
 
@@ -127,7 +127,7 @@ def native_refusal(a: Coded, b: Coded, gemm: Node) -> str | None:
 
 
 def is_plain(gemm: Node) -> bool:
-    """Say whether a GEMM in `MATMULS` is a product plus bias and no more."""
+    """Return whether a GEMM in `MATMULS` is a product plus bias and no more."""
     if gemm.kwargs or len(gemm.args) > 3:
         return False
     if gemm.target is aten.mm.default:

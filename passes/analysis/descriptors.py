@@ -46,5 +46,5 @@ def gradient_of(desc: object) -> Key | None:
 
 
 def is_forward_output(desc: object) -> bool:
-    """Say whether the forward half computes an output."""
+    """Return whether the forward half computes an output."""
     return desc is not None and kind(desc) not in _OURS

@@ -39,7 +39,7 @@ class Gpu:
 
     @property
     def has_fp8(self) -> bool:
-        """Say whether the tensor cores multiply 8-bit floats."""
+        """Return whether the tensor cores multiply 8-bit floats."""
         return self.capability >= FP8_CAPABILITY
 
 
@@ -123,7 +123,7 @@ def costs_of(gpu: Gpu) -> Costs:
 
 
 def _has_gddr(capability: Sequence[int]) -> bool:
-    """Say whether GPUs of a compute capability have GDDR memory: 8.6, 8.9, 12.0; not 8.0, 9.0, 10.0, 10.3."""
+    """Return whether GPUs of a compute capability have GDDR memory: 8.6, 8.9, 12.0; not 8.0, 9.0, 10.0, 10.3."""
     major, minor = capability
     return major == 12 or (major == 8 and minor > 0)
 

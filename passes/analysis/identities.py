@@ -102,7 +102,7 @@ class Destinations:
         return min(overlapping, key=lambda v: (self.of_value(v).mask ^ ends.mask).bit_count())
 
     def is_whole(self, node: Node, value: Node) -> bool:
-        """Say whether ``node`` is the whole gradient of ``value``: its users lead where that gradient ends."""
+        """Return whether ``node`` is the whole gradient of ``value``: its users lead where that gradient ends."""
         takers = self._takers(node, node.users, twice=True)
         return reduce(Ends.plus, takers.values(), NOWHERE).paths == self.of_value(value).paths
 

@@ -27,7 +27,7 @@ def input_index(node: Node) -> int | None:
 
 
 def is_backward(node: Node) -> bool:
-    """Say whether a node belongs to the backward half."""
+    """Return whether a node belongs to the backward half."""
     return node.meta.get("partitioner_tag") == "is_backward" or bool(node.meta.get("autograd_backward"))
 
 
@@ -71,13 +71,13 @@ def item_of(node: Node) -> tuple[Node, int] | None:
 
 
 def is_view(node: Node) -> bool:
-    """Say whether a node only shows or moves another node's data. A piece of a split counts."""
+    """Return whether a node only shows or moves another node's data. A piece of a split counts."""
     item = item_of(node)
     return (node if item is None else item[0]).target in ops.VIEWS
 
 
 def is_view_or_cast(node: Node) -> bool:
-    """Say whether a node is a view of another, or a cast."""
+    """Return whether a node is a view of another, or a cast."""
     return is_view(node) or node.target in ops.CASTS
 
 
@@ -100,7 +100,7 @@ def shown(node: Node, shows: Callable[[Node], bool] = is_view) -> tuple[Node, li
 
 
 def has_tag(node: Node, tag: torch.Tag) -> bool:
-    """Say whether torch tags the node's operator with ``tag``: ``pointwise``, ``nondeterministic_seeded``."""
+    """Return whether torch tags the node's operator with ``tag``: ``pointwise``, ``nondeterministic_seeded``."""
     return isinstance(node.target, torch._ops.OpOverload) and tag in node.target.tags
 
 
@@ -190,11 +190,11 @@ class JointGraph:
 
     @staticmethod
     def is_tangent(node: Node) -> bool:
-        """Say whether a node is the gradient of an output, an input of the backward half."""
+        """Return whether a node is the gradient of an output, an input of the backward half."""
         return node.op == "placeholder" and "tangent" in node.name
 
     def in_backward(self, node: Node) -> bool:
-        """Say whether a node belongs to the backward half or is a tangent."""
+        """Return whether a node belongs to the backward half or is a tangent."""
         return is_backward(node) or self.is_tangent(node)
 
     def made_of_tangents(self) -> set[Node]:
@@ -227,7 +227,7 @@ class JointGraph:
 
     @cached_property
     def has_table(self) -> bool:
-        """Say whether this is the captured graph, rather than a graph nested in it or traced beside it."""
+        """Return whether this is the captured graph, rather than a graph nested in it or traced beside it."""
         return self._find_table() is not None
 
     @cached_property
@@ -246,7 +246,7 @@ class JointGraph:
 
     @property
     def updates_weights(self) -> bool:
-        """Say whether this graph is not a model but steps one: it overwrites weights, or gradients alone.
+        """Return whether this graph is not a model but steps one: it overwrites weights, or gradients alone.
 
         A model's own graph overwrites buffers, or inputs if it also has GEMMs.
         """

@@ -48,7 +48,7 @@ def _float64_values(work: Work) -> Iterator[Notice]:
 
 
 def _is_float64(val: torch.Tensor) -> bool:
-    """Say whether a tensor is float64 with more than one element; a single number is a constant or a metric."""
+    """Return whether a tensor is float64 with more than one element; a single number is a constant or a metric."""
     return val.dtype == torch.float64 and numel_hint(val) > 1
 
 

@@ -44,7 +44,7 @@ class Operator:
 
     @property
     def is_view(self) -> bool:
-        """Say whether the operator only moves data. A decomposition may begin with a view and compute (group norm)."""
+        """Return whether the operator only moves data. Group norm's decomposition begins with a view, then computes."""
         moves = ops.VIEWS | {operator.getitem}
         return self.nodes[0].meta.get("original_aten") in ops.VIEWS or all(node.target in moves for node in self.nodes)
 
@@ -126,7 +126,7 @@ def _continued_run(found: list[Operator], node: Node) -> Operator | None:
 
 
 def _is_whole(node: Node) -> bool:
-    """Say whether the node is the operator itself, not a part of its decomposition."""
+    """Return whether the node is the operator itself, not a part of its decomposition."""
     return node.target is node.meta.get("original_aten", node.target)
 
 

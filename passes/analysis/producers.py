@@ -50,7 +50,7 @@ def _through(node: Node, *, masks: bool = False) -> Node:
 
 
 def is_zero(arg: object) -> bool:
-    """Say whether an argument is 0 everywhere, so that it agrees with every scale."""
+    """Return whether an argument is 0 everywhere, so that it agrees with every scale."""
     if not isinstance(arg, Node):
         return isinstance(arg, int | float) and arg == 0
     while arg.target in ops.VIEWS:

@@ -57,27 +57,27 @@ def forget(graph: Graph) -> bool:
 
 
 def is_marked(node: Node) -> bool:
-    """Say whether the user's checkpointing decided to save or to recompute a forward node."""
+    """Return whether the user's checkpointing decided to save or to recompute a forward node."""
     return POLICY in node.meta and REGION in node.meta
 
 
 def are_in(graph: Graph) -> bool:
-    """Say whether checkpoints recompute any node of a joint graph in backward."""
+    """Return whether checkpoints recompute any node of a joint graph in backward."""
     return any(is_recomputed(node) for node in graph.nodes)
 
 
 def is_recomputed(node: Node) -> bool:
-    """Say whether a node of a region is to be recomputed in backward."""
+    """Return whether a node of a region is to be recomputed in backward."""
     return must_recompute(node) and REGION in node.meta
 
 
 def must_recompute(node: Node) -> bool:
-    """Say whether a node's policy is to recompute it in backward."""
+    """Return whether a node's policy is to recompute it in backward."""
     return node.meta.get(POLICY) in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def is_boundary(node: Node) -> bool:
-    """Say whether a later region, or the backward of operators behind the region, reads a recomputed node."""
+    """Return whether a later region, or the backward of operators behind the region, reads a recomputed node."""
     region = node.meta[REGION]
     found = list(readers_of(node))
     behind = [u for u in found if not is_backward(u) and u.meta.get(REGION) != region]
@@ -89,24 +89,24 @@ def is_boundary(node: Node) -> bool:
 
 
 def runs_again(node: Node) -> bool:
-    """Say whether backward recomputes a forward node. A recomputed node on the boundary is saved instead."""
+    """Return whether backward recomputes a forward node. A recomputed node on the boundary is saved instead."""
     return is_recomputed(node) and not is_boundary(node)
 
 
 def is_saved(node: Node) -> bool:
-    """Say whether the user's policy saves a node of a region."""
+    """Return whether the user's policy saves a node of a region."""
     return is_marked(node) and node.meta[POLICY] == CheckpointPolicy.MUST_SAVE
 
 
 def is_start(node: Node) -> bool:
-    """Say whether a recomputation starts from a forward value: a boundary, or a value that no region recomputes."""
+    """Return whether a recomputation starts from a forward value: a boundary, or a value that no region recomputes."""
     if is_recomputed(node):
         return is_boundary(node)
     return any(not is_backward(u) and is_recomputed(u) for u in readers_of(node))
 
 
 def is_read_by_regions_only(node: Node) -> bool:
-    """Say whether only regions read a parameter in forward, so that its stored copy can be recomputed from it."""
+    """Return whether only regions read a parameter in forward, so that its stored copy can be recomputed from it."""
     forward = [u for u in readers_of(node, through=_COPIES) if not is_backward(u)]
     return bool(forward) and all(is_marked(u) for u in forward)
 

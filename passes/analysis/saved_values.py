@@ -57,7 +57,7 @@ def needed_by_forward(joint: JointGraph) -> set[Node]:
 
 
 def is_repeated(node: Node, joint: JointGraph) -> bool:
-    """Say whether backward repeats a forward node instead of saving its value.
+    """Return whether backward repeats a forward node instead of saving its value.
 
     Such a node is a view, a decoded value, a parameter's copy, or a widened 16-bit value.
     """
@@ -65,7 +65,7 @@ def is_repeated(node: Node, joint: JointGraph) -> bool:
 
 
 def is_copy_of_parameter(node: Node, joint: JointGraph) -> bool:
-    """Say whether a node stores or converts a parameter, or reads such a copy. The parameter is there anyway."""
+    """Return whether a node stores or converts a parameter, or reads such a copy. The parameter is there anyway."""
     source = source_of_copy(node)
     return source is not node and source.op == "placeholder" and joint.describe(source).kind == "param"
 
@@ -88,7 +88,7 @@ def _is_widened(node: Node) -> bool:
 
 
 def _is_decoded(node: Node) -> bool:
-    """Say whether a node is decoded from a copy, seen through views and conversions."""
+    """Return whether a node is decoded from a copy, seen through views and conversions."""
     while kind_of(node) is Kind.VIEW or node.target is CONVERT:
         node = node.all_input_nodes[0]
     return node.target is DEQUANTIZE

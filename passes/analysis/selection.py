@@ -32,7 +32,7 @@ def kept_high(
 
 
 def covers(pattern: str, module: str) -> bool:
-    """Say whether a pattern of ``keep_high`` keeps a module high: it matches the module, or one that contains it.
+    """Return whether a pattern of ``keep_high`` keeps a module high: it matches the module, or one that contains it.
 
     The outermost module has the name "" and the pattern `OUTERMOST`, which covers nothing else.
     """

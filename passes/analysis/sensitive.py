@@ -151,12 +151,12 @@ _PRODUCTS = having(Trait.SCALES)
 
 
 def _is_product_of_values(node: Node) -> bool:
-    """Say whether a node multiplies or divides two tensors: GELU's exp(-x^2 / 2) decays before x^2's error counts."""
+    """Return whether a node multiplies or divides tensors: GELU's exp(-x^2 / 2) decays before x^2's error counts."""
     return node.target in _PRODUCTS and len(node.args) == 2 and all(isinstance(arg, Node) for arg in node.args)
 
 
 def _is_statistic(node: Node, tensor: CountedTensor) -> bool:
-    """Say whether every reader broadcasts the value to a larger tensor, so that its error is in every element."""
+    """Return whether every reader broadcasts the value to a larger tensor, so that its error is in every element."""
     if tensor.feeds_gemm or tensor.of_gemm:
         return False
     own = numel_hint(tensor_of(node))

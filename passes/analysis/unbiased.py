@@ -105,7 +105,7 @@ class _Walk:
         return all(self._is_linear_in(node, dependent.intersection(term)) for term in terms)
 
     def _is_linear_in(self, node: Node, factors: Collection[int]) -> bool:
-        """Say whether at most one factor of a product has errors of the copy that are not averaged over many."""
+        """Return whether at most one factor of a product has errors of the copy that are not averaged over many."""
         nodes = [n for i, found in _operands(node) if i in factors for n in found if n in self.summed]
         return len(factors) < 2 or sum(self.summed[n] < self.least for n in nodes) < 2
 

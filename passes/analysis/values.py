@@ -48,12 +48,12 @@ _LARGEST = frozenset(torch.finfo(dtype).max for dtype in (torch.float64, torch.f
 
 
 def is_plain_float(node: Node) -> bool:
-    """Say whether a pass may touch the value of ``node``: store, round, rescale or narrow it."""
+    """Return whether a pass may touch the value of ``node``: store, round, rescale or narrow it."""
     return is_float_tensor(node) and not is_mask(node) and not node.meta.get(_UNTOUCHABLE)
 
 
 def is_float_tensor(node: Node) -> bool:
-    """Say whether ``node`` is a dense float tensor, or a mask or divisor, whose gradients are ordinary."""
+    """Return whether ``node`` is a dense float tensor, or a mask or divisor, whose gradients are ordinary."""
     val = value(node)
     if val is None or val.dtype not in ops.FLOATS or val.layout is not torch.strided or node.meta.get(_UNDER_WAY):
         return False
@@ -61,7 +61,7 @@ def is_float_tensor(node: Node) -> bool:
 
 
 def is_differentiable(node: Node) -> bool:
-    """Say whether a gradient can flow through the value, whether or not a pass may touch it."""
+    """Return whether a gradient can flow through the value, whether or not a pass may touch it."""
     val = value(node)
     return val is not None and (val.dtype.is_floating_point or val.dtype.is_complex) and not _is_empty(val)
 
@@ -71,7 +71,7 @@ def _is_empty(val: torch.Tensor) -> bool:
 
 
 def is_mask(node: Node) -> bool:
-    """Say whether the value contains mask fills by construction. `mark_masks` must have run over the graph."""
+    """Return whether the value contains mask fills by construction. `mark_masks` must have run over the graph."""
     return bool(node.meta.get(_MASK))
 
 
@@ -92,13 +92,13 @@ def mark_values(graph: Graph, *, stored: bool = True) -> None:
 
 
 def _is_root(node: Node) -> bool:
-    """Say whether a node raises to a power that is infinite at 0, or whose derivative is infinite at 0."""
+    """Return whether a node raises to a power that is infinite at 0, or whose derivative is infinite at 0."""
     power = argument(node, 1) if node.target is aten.pow.Tensor_Scalar else None
     return isinstance(power, int | float) and power < 1
 
 
 def _is_of_log_softmax(node: Node) -> bool:
-    """Say whether a node of log-softmax's backward exponentiates the result."""
+    """Return whether a node of log-softmax's backward exponentiates the result."""
     return node.target is aten.exp.default and (
         str(node.meta.get("original_aten")) == "aten._log_softmax_backward_data.default"
     )
@@ -179,7 +179,7 @@ def _constant(arg: object) -> float | None:
 
 
 def _makes_fills(factor: float, other: object, data: Collection[Node]) -> bool:
-    """Say whether a product is like ``(1 - keep) * -1e9``: a large constant times a value without data.
+    """Return whether a product is like ``(1 - keep) * -1e9``: a large constant times a value without data.
 
     Data times a large constant is a scale, unless the constant is infinite or a dtype's least number.
     """

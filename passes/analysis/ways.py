@@ -92,7 +92,7 @@ class Form(ABC):
 
     @abstractmethod
     def matches_row(self, site: Site) -> bool:
-        """Say whether a plan's row asks for this form. The row of a promoted tensor asks for `Own`."""
+        """Return whether a plan's row asks for this form. The row of a promoted tensor asks for `Own`."""
 
 
 Way = Recompute | Form

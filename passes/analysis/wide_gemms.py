@@ -11,7 +11,7 @@ from fxprec.passes.analysis.joint import factors_of, tensor_of
 
 
 def is_widened(node: Node, processor: Processor) -> bool:
-    """Say whether a node multiplies 16-bit tensors on a CPU that converts them first."""
+    """Return whether a node multiplies 16-bit tensors on a CPU that converts them first."""
     if node.target not in WIDE:
         return False
     factor = tensor_of(factors_of(node)[0])

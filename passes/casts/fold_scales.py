@@ -72,7 +72,7 @@ def _decode(arg: object) -> Node | None:
 
 
 def _is_cheaper(operand: Node, gradient: Node) -> bool:
-    """Say whether a decode that divides beats a pass over the gradient: it is the only decode, or it is smaller."""
+    """Return whether a decode that divides beats a pass over the gradient: it is the only decode, or it is smaller."""
     decode = _decode(operand)
     if decode is None:
         return False

@@ -55,7 +55,7 @@ def _to_a_matrix(chain: tuple[Node, ...]) -> tuple[Node, ...]:
 
 
 def _is_known(step: Node) -> bool:
-    """Say whether the shape of a step's operand is static."""
+    """Return whether the shape of a step's operand is static."""
     return all(isinstance(size, int) for size in tensor_of(step.all_input_nodes[0]).shape)
 
 

@@ -53,7 +53,7 @@ class ExternKernels:
         return cls({node: i for i, node in enumerate(half)}, list(accumulate(kernels, initial=0)))
 
     def between(self, first: Node, last: Node) -> bool:
-        """Say whether an extern kernel runs between ``first`` and ``last``."""
+        """Return whether an extern kernel runs between ``first`` and ``last``."""
         return self.before[self.at[last]] > self.before[self.at[first] + 1]
 
 
@@ -105,7 +105,7 @@ class Concatenations:
 
 
 def _has_own_buffer(x: Node) -> bool:
-    """Say whether a value, seen through views and conversions, has its own buffer: an input, an extern result."""
+    """Return whether a value, seen through views and conversions, has its own buffer: an input, an extern result."""
     while x.target is CONVERT or kind_of(x) is Kind.VIEW:
         x = x.all_input_nodes[0]
     return kind_of(x) in (Kind.FREE, Kind.EXTERN, Kind.PIECE)

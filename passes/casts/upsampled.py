@@ -86,7 +86,7 @@ def _constant(node: Node) -> torch.Tensor | None:
 
 
 def _is_symbolic(target: torch._ops.OpOverload) -> bool:
-    """Say whether an operator is one of fxprec's, which lowering replaces: no kernel computes its value."""
+    """Return whether an operator is one of fxprec's, which lowering replaces: no kernel computes its value."""
     return target.namespace == InMemory.target.namespace
 
 

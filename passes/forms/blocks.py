@@ -38,7 +38,7 @@ class Blocks(Form):
 
     @property
     def is_random(self) -> bool:  # type: ignore[override]
-        """Say whether the copy is rounded at random."""
+        """Return whether the copy is rounded at random."""
         return self.copy.bits < WHOLE_BITS
 
     def num_bytes(self, val: torch.Tensor) -> int:

@@ -38,7 +38,7 @@ class OnHost(Form):
 
     @property
     def is_rounded(self) -> bool:  # type: ignore[override]
-        """Say whether the inner form rounds the value only in order to keep it."""
+        """Return whether the inner form rounds the value only in order to keep it."""
         return self.form.is_rounded
 
     @property

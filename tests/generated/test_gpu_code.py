@@ -80,7 +80,7 @@ KEEPS_NAN = torch.torch_version.TorchVersion(torch.__version__) >= (2, 14)  # In
 
 
 def risks_bytes(ptx: str) -> bool:
-    """Say whether a kernel has a minimum or maximum that keeps NaN; where Inductor writes such, beside stores of bytes.
+    """Return whether a kernel has a minimum or maximum that keeps NaN; if Inductor writes such, beside byte stores.
 
     Beside transposed stores of bytes some GPUs get such a minimum wrong (triton issue 11111).
     """

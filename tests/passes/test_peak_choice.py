@@ -279,7 +279,7 @@ def test_no_value_kept_at_the_least_peak_could_go_another_way(chooser: Chooser) 
 
 
 def obeys(problem: Problem, ways: Ways) -> bool:
-    """Say whether a choice is one that the solver might find."""
+    """Return whether a choice is one that the solver might find."""
     chosen = {problem.columns[key] for key in ways.items()}
     sums = (sum(weight for c, weight in row.items() if c in chosen) for row, _, _ in problem._rows)
     return all(least <= total <= most for total, (_, least, most) in zip(sums, problem._rows, strict=True))

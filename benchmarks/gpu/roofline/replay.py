@@ -169,7 +169,7 @@ class _Libraries(TorchDispatchMode):
 
 
 def _is_free(func: Any) -> bool:
-    """Say whether an operator only shows memory, or only allocates it."""
+    """Return whether an operator only shows memory, or only allocates it."""
     return func.is_view or func in _ALLOCATES
 
 

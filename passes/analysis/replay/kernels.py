@@ -74,7 +74,7 @@ def kind_of(node: Node) -> Kind:
 
 
 def _writes_on_constant(node: Node) -> bool:
-    """Say whether a node writes a number into one place of each row of a constant: Inductor makes comparisons."""
+    """Return whether a node writes a number into one place of each row of a constant: Inductor makes comparisons."""
     written = node.args[0] if node.target is aten.scatter.value else None
     return isinstance(written, Node) and written.target is aten.full.default
 
@@ -95,7 +95,7 @@ def workspace_of(node: Node, processor: Processor) -> int:
 
 
 def can_repeat(node: Node) -> bool:
-    """Say whether computing a node again gives the same result: no random numbers, no side effect, no write.
+    """Return whether computing a node again gives the same result: no random numbers, no side effect, no write.
 
     Decisions about numbers are not repeated, because the numbers may be rounded the second time: an order, a maximum's
     position, a comparison. Stored copies are not repeated either: their statistics are counted where they are made.
@@ -114,13 +114,13 @@ def can_repeat(node: Node) -> bool:
 
 
 def is_square(node: Node) -> bool:
-    """Say whether a node multiplies a value by itself, which doubles the value's relative error."""
+    """Return whether a node multiplies a value by itself, which doubles the value's relative error."""
     is_product = node.target is ops.aten.mul.Tensor and node.args[0] is node.args[1]
     return is_product or node.target is ops.aten.pow.Tensor_Scalar
 
 
 def draws(node: Node) -> bool:
-    """Say whether a node draws random numbers. Attention is tagged as random, but draws none without dropout."""
+    """Return whether a node draws random numbers. Attention is tagged as random, but draws none without dropout."""
     if not has_tag(node, torch.Tag.nondeterministic_seeded):
         return False
     target: Any = node.target
@@ -131,7 +131,7 @@ def draws(node: Node) -> bool:
 
 
 def _decides(node: Node) -> bool:
-    """Say whether a node computes integers or booleans from floats; attention's integers are its random state."""
+    """Return whether a node computes integers or booleans from floats; attention's integers are its random state."""
     if node.op != "call_function" or node.target in ops.ATTENTION:
         return False
     val = node.meta.get("val")

@@ -147,7 +147,7 @@ class Step:
         return node if cast is None else cast.x
 
     def is_there(self, node: Node) -> bool:
-        """Say whether backward has a value without saving it: an input, a constant, or a number."""
+        """Return whether backward has a value without saving it: an input, a constant, or a number."""
         holds_nothing = value(node) is None and not isinstance(node.meta.get("val"), list | tuple)
         return node.op != "call_function" or holds_nothing
 
@@ -166,7 +166,7 @@ class Step:
                 stack += node.all_input_nodes
 
     def _is_read_back(self, node: Node, decoded: Collection[Node]) -> bool:
-        """Say whether a node belongs to backward, decodes a copy in blocks for it, or depends on a decoded copy."""
+        """Return whether a node belongs to backward, decodes a copy in blocks for it, or depends on a decoded copy."""
         # A GEMM's operand in blocks is decoded in forward, too.
         is_decode = Dequantize.match(node) is not None and is_in_blocks(node) and node not in self.needed
         return is_decode or self.joint.in_backward(node) or any(n in decoded for n in node.all_input_nodes)
@@ -184,7 +184,7 @@ class Step:
         return fmt if is_narrower and self.is_there(cast.x) else None
 
     def _is_cast(self, q: Node) -> bool:
-        """Say whether a forward value is stored only to be decoded for backward, and nothing else reads its codes.
+        """Return whether a forward value is stored only to be decoded for backward, and nothing else reads its codes.
 
         A copy in blocks does not count: its format is fixed. Nor does a copy that forward itself reads, as a
         checkpointed region does. A decode that takes a gradient's scale off is an operator of backward that reads the
@@ -268,7 +268,7 @@ class Replay:
         return self.kept[node].format if node in self.kept else self.step.copied.get(node)
 
     def _is_copy(self, node: Node) -> bool:
-        """Say whether a conversion equals the stored copy of its operand, so that Inductor computes both once."""
+        """Return whether a conversion equals the stored copy of its operand, so that Inductor computes both once."""
         fmt = self._format(node.all_input_nodes[0]) if node.target in CASTS else None
         return isinstance(fmt, Format) and fmt.bits > 8 and fmt.torch_dtype is tensor_of(node).dtype
 
@@ -344,7 +344,7 @@ class Replay:
         return self.back[value]
 
     def lives(self, node: Node, time: int, *, recomputed: bool) -> bool:
-        """Say whether a value is in memory at a time: its kept copy, or with ``recomputed`` the recomputed value."""
+        """Return whether a value is in memory at a time: its kept copy, or with ``recomputed`` the recomputed value."""
         items = (
             [self.read_from.get(node)] if recomputed else [self.copies.get(node, self.at[node]), self.back.get(node)]
         )

@@ -105,7 +105,7 @@ class Timeline:
             self.live[time] += self.items[position].bytes
 
     def is_returned(self, position: int) -> bool:
-        """Say whether an item is live to the end, because it or a view of it is returned."""
+        """Return whether an item is live to the end, because it or a view of it is returned."""
         return self._returned[position]
 
     @property

@@ -68,7 +68,7 @@ def _is_transposed(x: Tensor) -> bool:
 
 
 def _has_no_gaps(x: Tensor) -> bool:
-    """Say whether a batch of matrices, transposed or not, is contiguous; oneDNN gets a copy of any other batch."""
+    """Return whether a batch of matrices, transposed or not, is contiguous; oneDNN gets a copy of any other batch."""
     return x.is_contiguous() or x.transpose(-1, -2).is_contiguous()
 
 

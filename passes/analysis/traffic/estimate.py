@@ -70,7 +70,7 @@ def _leaves(memory: Memory, position: int, kernel: Collection[int]) -> bool:
 
 
 def _is_inside(memory: Memory, position: int, kernel: Collection[int]) -> bool:
-    """Say whether a kernel contains a reader; for a reader without a buffer, whether it contains all its readers."""
+    """Return whether a kernel contains a reader; for a reader without a buffer, whether it contains all its readers."""
     if memory.is_in_memory(position):
         return position in kernel
     return all(_is_inside(memory, reader, kernel) for reader in memory.loops.readers[position])

@@ -106,7 +106,7 @@ class Kernels:
         return True
 
     def _fit(self, a: _Group, b: _Group) -> bool:
-        """Say whether one kernel can do both; ``b`` may read ``a``'s results."""
+        """Return whether one kernel can do both; ``b`` may read ``a``'s results."""
         reads = (read for p in b.members for read in self.memory.reads[p].values())
         reads_first = any(self._maker(read.base) in a.members for read in reads)
         if reads_first and any(self.memory.is_split(p) for p in a.members):
@@ -119,11 +119,11 @@ class Kernels:
         return self._is_cut(a) == self._is_cut(b) or len(a.made | b.made) > 1
 
     def _is_cut(self, group: _Group) -> bool:
-        """Say whether a kernel is the first of a reduction's two kernels."""
+        """Return whether a kernel is the first of a reduction's two kernels."""
         return any(self.memory.is_split(p) for p in group.members)
 
     def _can_mix(self, a: _Group, b: _Group) -> bool:
-        """Say whether one kernel can reduce rows and columns of a matrix: Inductor's `MixOrderReduction`."""
+        """Return whether one kernel can reduce rows and columns of a matrix: Inductor's `MixOrderReduction`."""
         rows, columns = (b, a) if self._is_cut(a) else (a, b)
         if self._is_cut(rows) or len(rows.made) > 1 or len(columns.made) > 1:
             return False
@@ -133,7 +133,7 @@ class Kernels:
         return sums and rows.over >= 5 << 20 and count >= max(4096, 2 * length) and length <= 1 << 14
 
     def _has_cycle(self, a: _Group, b: _Group) -> bool:
-        """Say whether a kernel outside reads one of the groups and is read by the other."""
+        """Return whether a kernel outside reads one of the groups and is read by the other."""
         members = a.members | b.members
         bits, before = _bits(members), 0
         for member in members:

@@ -42,7 +42,7 @@ def set_values(graph: Graph) -> None:
 
 
 def _is_launch(node: Node) -> bool:
-    """Say whether a node launches a generated kernel, or is a result of such a launch."""
+    """Return whether a node launches a generated kernel, or is a result of such a launch."""
     return node.target is _LAUNCH or any(n.target is _LAUNCH for n in node.all_input_nodes)
 
 
@@ -90,13 +90,13 @@ class Memory:
         return Loops(self.items)
 
     def is_in_memory(self, position: int) -> bool:
-        """Say whether an item is a tensor in memory of its own: an input, a constant or a kernel's result."""
+        """Return whether an item is a tensor in memory of its own: an input, a constant or a kernel's result."""
         item = self.items[position]
         given = item.kind is Kind.FREE and self.nodes[position].op in ("placeholder", "get_attr")
         return given or self.loops.in_memory[position]
 
     def is_gemm(self, position: int) -> bool:
-        """Say whether the node at a position is a GEMM, a convolution or attention."""
+        """Return whether the node at a position is a GEMM, a convolution or attention."""
         return self.nodes[position].target in _GEMMS
 
     @cached_property
@@ -142,7 +142,7 @@ class Memory:
         return size, size
 
     def is_split(self, position: int) -> bool:
-        """Say whether a reduction is split into two kernels: its dimension is not innermost, or its results are few."""
+        """Return whether a reduction is split into two kernels: not innermost, or with few results."""
         if self.items[position].kind is not Kind.REDUCED:
             return False
         over, out = self.space(position)
@@ -155,7 +155,7 @@ _SHORT, _FEW = 1024, 1024  # elements of a row; number of results
 
 
 def _is_innermost(node: Node, source: torch.Tensor, count: int) -> bool:
-    """Say whether a reduction over ``count`` elements is over a dimension that is innermost in memory."""
+    """Return whether a reduction over ``count`` elements is over a dimension that is innermost in memory."""
     dims = argument(node, 1)
     over = dims if isinstance(dims, list | tuple) else range(source.ndim)
     strides = [dim_hint(source.stride(int(d))) for d in over if isinstance(d, int)]
@@ -188,7 +188,7 @@ def _is_piece(node: Node) -> bool:
 
 
 def _is_cut_out(node: Node) -> bool:
-    """Say whether a library's operand is a piece of a pointwise result without a buffer: it is computed by itself."""
+    """Return whether a library's operand is a piece of an unbuffered pointwise result: it is computed by itself."""
     if _kind(node) is not Kind.VIEW or not _is_piece(node) or value(node) is None:
         return False
     base = node
