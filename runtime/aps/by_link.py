@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fxprec.errors import ConfigError, PlanError, did_you_mean
+from fxprec.errors import ConfigError, FxprecError, PlanError, did_you_mean
 from fxprec.runtime.aps.gathers import Gathers
 from fxprec.runtime.aps.groups import Groups, agree, communication_device
 from fxprec.runtime.aps.link_plan import LayerBits, LinkPlan
@@ -93,7 +93,8 @@ class ByLink:
 
     def lost(self, error: BaseException) -> BaseException:
         """Return an error that names the lost rank for torch.distributed's RuntimeError, any other error unchanged."""
-        return self._roll_call.lost(error) if isinstance(error, RuntimeError) else error
+        is_own = isinstance(error, FxprecError | torch.OutOfMemoryError)  # RuntimeErrors that this rank alone has
+        return self._roll_call.lost(error) if isinstance(error, RuntimeError) and not is_own else error
 
     @property
     def is_trying(self) -> bool:

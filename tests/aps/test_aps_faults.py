@@ -7,6 +7,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -18,8 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fxprec.aps import APSReduceScatter, APSState, LayerBits, LinkPlan, aps_hook, use_aps
+from fxprec.errors import LostRankError, LoweringError
 from fxprec.runtime.aps import hook, kernels
 from fxprec.runtime.aps.bucket import Exchange
+from fxprec.runtime.aps.by_link import ByLink
 from fxprec.runtime.aps.fsdp_gather import APSAllGather
 from fxprec.runtime.aps.lost import GRACE
 from fxprec.runtime.aps.low_rank_exchange import LowRankExchange
@@ -158,3 +161,22 @@ def test_the_others_end_with_torchs_error_when_a_rank_is_lost(how: str, mode: st
         assert message.startswith(("RuntimeError", "DistBackendError", "DistNetworkError")), message
         assert any(word in message for word in ("Connection", "Timed out", "timed out", "gloo")), message
         assert seconds < 2 * TIMEOUT
+
+
+class _RollCall:
+    def lost(self, error: BaseException) -> LostRankError:
+        return LostRankError("rank 1 does not answer")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_named"),
+    [
+        (RuntimeError("Connection closed by peer [127.0.0.1]"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (LoweringError("a kernel does not compile"), False),
+        (TypeError("not a tensor"), False),
+    ],
+)
+def test_an_error_of_this_rank_alone_accuses_no_other(error: Exception, is_named: bool) -> None:
+    found = ByLink.lost(SimpleNamespace(_roll_call=_RollCall()), error)  # type: ignore[arg-type]
+    assert isinstance(found, LostRankError) if is_named else found is error
