@@ -16,7 +16,6 @@ from fxprec.numerics import formats
 from fxprec.report import folder as folders
 from fxprec.report.drawing import Drawing
 from fxprec.report.dump_folder import DumpFolder
-from fxprec.report.folder import GraphDump
 from fxprec.runtime.stats import SiteStats
 from tests.helpers import compiled, eager_backend, one_rank
 
@@ -31,7 +30,7 @@ def controller(step: int, rows: int) -> SimpleNamespace:
 
 def test_after_each_so_many_lines_half_as_many_steps_are_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "THIN_AFTER", 8)
-    dump = GraphDump(DumpFolder(tmp_path), 0)
+    dump = DumpFolder(tmp_path).graph(0)
     dump.start()
     for step in range(1, 66):
         dump.write_stats(controller(step, rows=2))
@@ -47,7 +46,7 @@ def test_after_each_so_many_lines_half_as_many_steps_are_recorded(tmp_path, monk
 
 
 def test_statistics_seen_before_are_not_written_again(tmp_path):
-    dump = GraphDump(DumpFolder(tmp_path), 0)
+    dump = DumpFolder(tmp_path).graph(0)
     dump.start()
     seen = controller(1, rows=2)
     dump.write_stats(seen)
@@ -102,4 +101,4 @@ def test_statistics_go_on_through_a_re_lowering(promoted):
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"^dump: .*file/graph-0 cannot be written: Not a directory; choose a writ"):
-        GraphDump(DumpFolder(tmp_path / "file"), 0).start()
+        DumpFolder(tmp_path / "file").graph(0).start()

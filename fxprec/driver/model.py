@@ -110,11 +110,7 @@ class Model:
     def _built(
         self, captured: Captured, parameters: Parameters, saved: SavedGraph | None, args: Sequence[Any]
     ) -> PlannedGraph:
-        dump = None
-        if self._dump is not None:
-            from fxprec.report.folder import GraphDump  # draws pages, which few runs want
-
-            dump = GraphDump(self._dump, len(self.all))
+        dump = None if self._dump is None else self._dump.graph(len(self.all))
         graph = PlannedGraph(captured, parameters, self, dump)
         if self.binding is not None and captured.identity.is_training:
             graph.step_in_backward(self.binding, args)

@@ -6,11 +6,15 @@ import os
 from collections import Counter
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from fxprec import compat
 from fxprec.config import Config
+
+if TYPE_CHECKING:
+    from fxprec.report.folder import GraphDump
 
 VARIABLE = "FXPREC_DUMP"
 _claimed: Counter[Path] = Counter()
@@ -39,6 +43,12 @@ class DumpFolder:
         key = root.resolve()
         _claimed[key] += 1
         return root if _claimed[key] == 1 else root / f"model-{_claimed[key] - 1}"
+
+    def graph(self, index: int) -> GraphDump:
+        """Return the dump of one compiled graph. Nothing is written yet."""
+        from fxprec.report.folder import GraphDump  # imports the code that draws pages, which few runs need
+
+        return GraphDump(self, index)
 
     @property
     def has_plans(self) -> bool:

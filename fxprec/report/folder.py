@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fxprec.errors import ConfigError, FxprecError
 from fxprec.passes.base import Work
@@ -18,13 +18,15 @@ from fxprec.passes.lowering.triton.kernel import Kernel
 from fxprec.plan import Plan
 from fxprec.report.drawing import FILE as GRAPH
 from fxprec.report.drawing import Drawing
-from fxprec.report.dump_folder import DumpFolder
 from fxprec.report.history import FILE as STATS
 from fxprec.report.html import write_report
 from fxprec.report.tensors import FILE as TENSORS
 from fxprec.report.tensors import FOLDER as TENSOR_FILES
 from fxprec.report.tensors import Dumped, TensorFolder
 from fxprec.runtime.controller import Controller
+
+if TYPE_CHECKING:
+    from fxprec.report.dump_folder import DumpFolder
 
 THIN_AFTER = 20_000  # lines of stats.jsonl; each time so many are written, half as many steps are recorded
 
