@@ -42,7 +42,7 @@ class Recompute:
     is_on_host: ClassVar[bool] = False
 
     @property
-    def bears(self) -> frozenset[Demand]:
+    def serves(self) -> frozenset[Demand]:
         """Return the demands that a recomputed value serves."""
         return ANY if self is FROM_EXACT else LOW
 
@@ -53,7 +53,7 @@ FROM_EXACT, FROM_ROUNDED = Recompute(Demand.RECOMPUTE), Recompute(Demand.RECOMPU
 class Form(ABC):
     """A form in which a value is kept for backward. Frozen, since the chooser treats equal forms as one choice."""
 
-    bears: ClassVar[frozenset[Demand]]
+    serves: ClassVar[frozenset[Demand]]
     """The demands that a value in this form serves."""
     counted: ClassVar[str]
     """The words for values in this form in the plan's note, after their number."""

@@ -94,7 +94,7 @@ def _refuse_sources(needs: Needs, repeated: Node, kept: Mapping[Node, Form]) -> 
     """Raise `PlanError` if a given plan recomputes a value from a form that does not tolerate it."""
     for source in map(needs.step.shown, repeated.all_input_nodes):
         form = kept.get(source)
-        if form is not None and Demand.RECOMPUTE_LOW not in form.bears and repeated not in needs.step.decoded:
+        if form is not None and Demand.RECOMPUTE_LOW not in form.serves and repeated not in needs.step.decoded:
             kept_as = f"in {form.copy.name}" if isinstance(form, Blocks) else form.counted
             raise PlanError(
                 f"the given plan keeps {source.name} {kept_as}, and has {repeated.name} computed again from it, whose "

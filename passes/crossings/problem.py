@@ -180,7 +180,7 @@ class Problem:
         """Return the form of fewest bytes that serves a value's readers in backward; repeated nodes do not count."""
         demand = self.demand(node)
         forms = [way for way in self.ways(node) if isinstance(way, Form) and not way.is_on_host]
-        return min((f for f in forms if demand is None or demand in f.bears), key=lambda form: self.size(node, form))
+        return min((f for f in forms if demand is None or demand in f.serves), key=lambda form: self.size(node, form))
 
     def completed(self, kept: Ways) -> Ways | None:
         """Return a choice that keeps the values in ``kept`` where it can, and recomputes all other needed values.
@@ -195,7 +195,7 @@ class Problem:
             if not demands[node]:
                 continue
             way = kept.get(node, FROM_ROUNDED if demands[node] <= LOW else FROM_EXACT)
-            if not demands[node] <= way.bears or (node, way) not in self.columns:
+            if not demands[node] <= way.serves or (node, way) not in self.columns:
                 way = next(iter(self.ways(node)), FROM_EXACT)
                 if not isinstance(way, Own):
                     return None
@@ -229,19 +229,19 @@ class Problem:
     def _required(self) -> Iterator[Row]:
         """Yield the rows that make backward's values available, and the operands of recomputed values."""
         for node in self.nodes:
-            yield self._bearing(node, None), -np.inf, 1.0
+            yield self._serving(node, None), -np.inf, 1.0
             if node in self.inputs:
                 continue
             if (demand := self.demand(node)) is not None:
-                yield self._bearing(node, demand), 1.0, np.inf
+                yield self._serving(node, demand), 1.0, np.inf
             for way in (FROM_EXACT, FROM_ROUNDED):
                 if (node, way) in self.columns:
                     for source in sorted(self.sources(node)):  # in a fixed order, so that ties break the same way
-                        yield self._bearing(source, way.demand) | {self.columns[node, way]: -1.0}, 0.0, np.inf
+                        yield self._serving(source, way.demand) | {self.columns[node, way]: -1.0}, 0.0, np.inf
 
-    def _bearing(self, node: Node, demand: Demand | None) -> dict[int, float]:
+    def _serving(self, node: Node, demand: Demand | None) -> dict[int, float]:
         """Return the columns of the ways that serve a demand; all columns if there is none."""
-        return {at: 1.0 for way, at in self._by_node[node].items() if demand is None or demand in way.bears}
+        return {at: 1.0 for way, at in self._by_node[node].items() if demand is None or demand in way.serves}
 
     def solve(self, bounds: Sequence[Row], gap: float = EXACT) -> Ways | None:
         """Return the ways of least cost within ``bounds``, or None; ``gap`` is the relative distance allowed."""

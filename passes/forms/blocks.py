@@ -26,7 +26,7 @@ class Blocks(Form):
     """The format in the value's row of the plan, whose ``saved_as`` names the block format."""
     has_mask: bool = False
 
-    bears = frozenset({Demand.READ, Demand.READ_LOW})
+    serves = frozenset({Demand.READ, Demand.READ_LOW})
     counted = "in blocks"
     options = frozenset({"blocks"})
     kernel = Kind.EXTERN

@@ -27,9 +27,9 @@ class OnHost(Form):
     is_on_host = True
 
     @property
-    def bears(self) -> frozenset[Demand]:  # type: ignore[override]  # a property, since instances differ
+    def serves(self) -> frozenset[Demand]:  # type: ignore[override]  # a property, since instances differ
         """Return the demands that the inner form serves."""
-        return self.form.bears
+        return self.form.serves
 
     @property
     def error(self) -> float | None:  # type: ignore[override]

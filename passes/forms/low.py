@@ -18,7 +18,7 @@ class Low(Form):
 
     copy: Format
 
-    bears = LOW
+    serves = LOW
     counted = "kept in 8 bits"
     options = frozenset({"narrow"})
     is_rounded = True

@@ -23,7 +23,7 @@ class Own(Form):
 
     copy: Format | None = None
 
-    bears = ANY
+    serves = ANY
     counted = "kept"
     options = frozenset()
 

@@ -27,7 +27,7 @@ from fxprec.plan import Site
 class Thin(Low):
     """A copy that is read by weight gradients alone."""
 
-    bears = frozenset({Demand.READ_LOW})
+    serves = frozenset({Demand.READ_LOW})
     counted = "in rank 8"
     error = 1.0
 
