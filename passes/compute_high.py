@@ -127,7 +127,7 @@ class _Readers:
                 store_as(self.hi, q)
                 return "all", self.hi, BOUNDARY
             keeps, nobody = self._is_multiplied, BOUNDARY
-        elif regions.is_recomputed(value):
+        elif regions.is_marked_recompute(value):
             keeps, nobody = self._is_multiplied, RECOMPUTED
         else:
             keeps, nobody = self._reads_forward_copy, UNSAVED

@@ -52,7 +52,7 @@ class Partition:
                 regions.mark(copy, CheckpointPolicy.MUST_RECOMPUTE)
             return as_torch_does(gm, inputs, gone, **options)
         tidy(gm, gone)
-        drawn = {node for node in gm.graph.nodes if regions.runs_again(node) and draws(node)}
+        drawn = {node for node in gm.graph.nodes if regions.backward_recomputes(node) and draws(node)}
         return compat.cut(gm, saved_values(self.work.joint), drawn, num_fwd_outputs=options["num_fwd_outputs"])
 
     def _copies_again(self) -> list[Node]:

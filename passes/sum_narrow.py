@@ -44,7 +44,7 @@ class SumNarrow(Pass):
             if work.joint.in_backward(wide):
                 if not _is_traced(narrow):
                     _read_by_sums(graph, wide, narrow)
-            elif regions.is_recomputed(wide) and not is_backward(narrow):
+            elif regions.is_marked_recompute(wide) and not is_backward(narrow):
                 for shown, mask in list(readers(wide, lambda user: user.target in ops.ALIASES)):
                     if mask.target in _COMPARISONS and argument(mask, 1) == 0 and is_backward(mask):
                         mask.replace_input_with(shown, narrow)

@@ -222,7 +222,7 @@ def _saved_for_backward(operators: Operators, copies_parameters: bool) -> frozen
     found: set[Node] = set()
     if not joint.tangents:
         return frozenset()
-    recomputing = [n for n in joint.forward_nodes() if regions.is_recomputed(n)]
+    recomputing = [n for n in joint.forward_nodes() if regions.is_marked_recompute(n)]
     for node in (*joint.backward_nodes(), *recomputing):
         for arg in node.all_input_nodes:
             if arg in operators.of_node or (arg.op == "placeholder" and not joint.is_tangent(arg)):
@@ -233,7 +233,7 @@ def _saved_for_backward(operators: Operators, copies_parameters: bool) -> frozen
 def _outlives_forward(node: Node, joint: JointGraph, copies_parameters: bool) -> bool:
     if node.op == "placeholder":
         return joint.describe(node).kind != "param" or (copies_parameters and not regions.is_read_by_regions_only(node))
-    return not regions.is_recomputed(node) or regions.is_boundary(node)
+    return not regions.is_marked_recompute(node) or regions.is_boundary(node)
 
 
 def _differentiable(operators: Operators) -> frozenset[Node]:

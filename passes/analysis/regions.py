@@ -62,12 +62,12 @@ def is_marked(node: Node) -> bool:
 
 
 def are_in(graph: Graph) -> bool:
-    """Return whether checkpoints recompute any node of a joint graph in backward."""
-    return any(is_recomputed(node) for node in graph.nodes)
+    """Say whether checkpoints recompute any node of a joint graph in backward."""
+    return any(is_marked_recompute(node) for node in graph.nodes)
 
 
-def is_recomputed(node: Node) -> bool:
-    """Return whether a node of a region is to be recomputed in backward."""
+def is_marked_recompute(node: Node) -> bool:
+    """Say whether the user's policy recomputes a node of a region in backward, nodes on the boundary included."""
     return must_recompute(node) and REGION in node.meta
 
 
@@ -81,16 +81,16 @@ def is_boundary(node: Node) -> bool:
     region = node.meta[REGION]
     found = list(readers_of(node))
     behind = [u for u in found if not is_backward(u) and u.meta.get(REGION) != region]
-    if any(is_recomputed(u) and u.meta[REGION] > region for u in behind):
+    if any(is_marked_recompute(u) and u.meta[REGION] > region for u in behind):
         return True
     # A backward node belongs to the forward operator with the same ``seq_nr``.
-    numbers = {u.meta.get("seq_nr") for u in behind if not is_recomputed(u)} - {None}
+    numbers = {u.meta.get("seq_nr") for u in behind if not is_marked_recompute(u)} - {None}
     return any(is_backward(u) and u.meta.get("seq_nr") in numbers for u in found)
 
 
-def runs_again(node: Node) -> bool:
-    """Return whether backward recomputes a forward node. A recomputed node on the boundary is saved instead."""
-    return is_recomputed(node) and not is_boundary(node)
+def backward_recomputes(node: Node) -> bool:
+    """Say whether backward recomputes a forward node. A recomputed node on the boundary is saved instead."""
+    return is_marked_recompute(node) and not is_boundary(node)
 
 
 def is_saved(node: Node) -> bool:
@@ -99,10 +99,10 @@ def is_saved(node: Node) -> bool:
 
 
 def is_start(node: Node) -> bool:
-    """Return whether a recomputation starts from a forward value: a boundary, or a value that no region recomputes."""
-    if is_recomputed(node):
+    """Say whether a recomputation starts from a forward value: a boundary, or a value that no region recomputes."""
+    if is_marked_recompute(node):
         return is_boundary(node)
-    return any(not is_backward(u) and is_recomputed(u) for u in readers_of(node))
+    return any(not is_backward(u) and is_marked_recompute(u) for u in readers_of(node))
 
 
 def is_read_by_regions_only(node: Node) -> bool:

@@ -28,7 +28,7 @@ def saved_values(joint: JointGraph) -> list[Node]:
         if node in seen or joint.is_tangent(node):
             continue
         seen.add(node)
-        if node in own or is_repeated(node, joint) or regions.runs_again(node):
+        if node in own or is_repeated(node, joint) or regions.backward_recomputes(node):
             stack += node.all_input_nodes
         elif node.op != "get_attr":  # both halves have the constants
             found.add(node)

@@ -161,7 +161,7 @@ class Problem:
         if node in self.inputs or node in self.needs.forced:
             yield Own() if node in self.inputs else self.needs.forced[node]
             return
-        if regions.runs_again(node):
+        if regions.backward_recomputes(node):
             return  # it has no way, because a need for it would recompute its whole region
         yield from (form for form in self.needs.forms.get(node, ()) if form.options <= self._allowed)
         if can_repeat(node) and ("recompute" in self._allowed or kind_of(node) in _CHEAP):

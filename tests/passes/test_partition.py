@@ -116,7 +116,7 @@ def test_a_copy_in_a_region_is_made_again_with_what_it_copies(cut: Cut, monkeypa
     monkeypatch.setattr(Work, "is_cut", True)
     in_region(cut, recipe="fp8")
     stored = {n.name: n for n in cut.forward.graph.find_nodes(op="call_function", target=symbolic.QUANTIZE)}
-    inside = {name for name, n in stored.items() if regions.runs_again(n)}
+    inside = {name for name, n in stored.items() if regions.backward_recomputes(n)}
     assert inside
     assert not inside & {x.name for x in cut.saved}
     assert inside & cut.names(cut.backward, symbolic.QUANTIZE), "of what its backward reads"
@@ -127,7 +127,7 @@ def test_nothing_in_a_region_is_stored_but_what_it_starts_from(cut: Cut) -> None
     assert not cut.names(cut.backward, symbolic.QUANTIZE) & cut.names(cut.forward, symbolic.QUANTIZE)
     ran = run_pass(LAST, Region(), torch.randn(8, 16), storage="packed", recipe="hfp8")
     stored = [n for n in ran.nodes(symbolic.QUANTIZE) if not is_backward(n)]
-    assert not any(regions.runs_again(n) for n in stored)
+    assert not any(regions.backward_recomputes(n) for n in stored)
     sites = [ran.work.book.sites[cast.row] for _, cast in symbolic.Quantize.among(stored)]
     hi, lo = ran.work.settings.recipe.hi.name, ran.work.settings.recipe.lo_forward.name
     assert {s.tensor: (s.format, s.reads) for s in sites} == {

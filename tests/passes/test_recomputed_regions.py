@@ -36,8 +36,8 @@ def forward_nodes(model: Any, target: object) -> list[Node]:
 
 def test_what_is_computed_in_a_region_is_recomputed_and_what_is_not_is_not() -> None:
     inside_a, inside_b, behind = forward_nodes(Twice(), aten.addmm.default)
-    assert regions.is_recomputed(inside_a)
-    assert regions.is_recomputed(inside_b)
+    assert regions.is_marked_recompute(inside_a)
+    assert regions.is_marked_recompute(inside_b)
     assert inside_a.meta[regions.REGION] != inside_b.meta[regions.REGION]
     assert not regions.is_marked(behind)
     assert not regions.must_recompute(behind)

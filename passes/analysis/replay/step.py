@@ -159,7 +159,7 @@ class Step:
             if node in seen:
                 continue
             seen.add(node)
-            if regions.runs_again(node):
+            if regions.backward_recomputes(node):
                 yield node
                 stack += map(self.shown, node.all_input_nodes)
             elif is_repeated(node, self.joint):
