@@ -93,7 +93,7 @@ class Work:
     book = Filled[SiteBook]("insert-casts")
     answers: tuple[Answer, ...] = ()  # weigh-gemms, one per GEMM
     in_blocks: tuple[InBlocks, ...] = ()  # block-gemms, one per GEMM, if the recipe rounds operands
-    is_cut: bool = False  # choose-crossings: recomputed values have backward nodes of their own, so min-cut is not run
+    has_crossings: bool = False  # choose-crossings: recomputed values have backward nodes; min-cut is not run
     peak: PeakBytes | None = None  # choose-crossings, under a peak budget
     peak_sizes: OtherSizes | None = None  # choose-crossings, under a peak budget and dynamic shapes
     looks_at_budgets: bool = False  # whether the plan also lists the step's memory and time under other peak budgets

@@ -69,7 +69,7 @@ def _choose(work: Work) -> None:
     fit = Chooser(problem).unlimited if share == 1 else within_share(problem, share)
     rewrite = Rewrite(work, needs, fit)
     rewrite.rewrite()
-    work.is_cut = True
+    work.has_crossings = True
     _record_blocks(work, needs, rewrite.stage)
     _record_copies(work, needs, fit)
 
@@ -151,7 +151,7 @@ def _fit_peak(work: Work) -> None:
         progress.end()
     work.peak_sizes = other_sizes(fit.replay, work.joint.graph, work.peak.room - work.peak_part.beyond)
     Rewrite(work, needs, fit).run()
-    work.is_cut = True
+    work.has_crossings = True
     work.remarks.append(_remark(needs, fit))
     _remark_shared(work)
     _notice_unused(work, needs)

@@ -46,7 +46,7 @@ class Partition:
         regions.restore(self.policies_before)
         left = set(gm.graph.nodes)
         gone = [source for copy, source in self.copies.items() if copy not in left]
-        if not self.work.is_cut:
+        if not self.work.has_crossings:
             compat.annotate_budget(gm.graph, self.traced)
             for copy in self._copies_again():
                 regions.mark(copy, CheckpointPolicy.MUST_RECOMPUTE)

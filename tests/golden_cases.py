@@ -190,7 +190,7 @@ def _decisions(work: Work) -> Iterator[str]:
 
 def _cut(work: Work) -> Iterator[str]:
     """Say what crosses to backward, where torch's min-cut does not choose it."""
-    if work.is_cut:
+    if work.has_crossings:
         yield from (f"crosses: {node.name}" for node in saved_values(work.joint))
 
 

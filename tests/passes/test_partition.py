@@ -113,7 +113,7 @@ def in_region(cut: Cut, **options: Any) -> None:
 def test_a_copy_in_a_region_is_made_again_with_what_it_copies(cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where GEMMs multiply its codes: otherwise compute-high takes it away."""
     leave_out(monkeypatch, "compute-high", "choose-crossings")
-    monkeypatch.setattr(Work, "is_cut", True)
+    monkeypatch.setattr(Work, "has_crossings", True)
     in_region(cut, recipe="fp8")
     stored = {n.name: n for n in cut.forward.graph.find_nodes(op="call_function", target=symbolic.QUANTIZE)}
     inside = {name for name, n in stored.items() if regions.backward_recomputes(n)}
