@@ -23,7 +23,7 @@ from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import ops, signs
 from fxprec.passes.analysis.copies import code_readers
 from fxprec.passes.analysis.joint import is_backward, tensor_of
-from fxprec.passes.analysis.signs import ASKS_ABOVE, ASKS_BELOW
+from fxprec.passes.analysis.signs import TESTS_ABOVE, TESTS_BELOW
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.sites import emit, emit_call
 from fxprec.plan.scales import ScaleGraph, Slot
@@ -54,17 +54,17 @@ def _decodes(q: Node) -> list[Node]:
     return [node for node in (q.users if found is None else found) if Dequantize.match(node) is not None]
 
 
-def _keep_sign_of_scale(work: Work, q: Node, cast: Quantize, asking: Set[object]) -> None:
+def _keep_sign_of_scale(work: Work, q: Node, cast: Quantize, comparisons: Set[object]) -> None:
     """Clamp non-zero inputs of a scaled copy to at least the smallest number of its scale, above 0 or below."""
     graph, x, scales = work.joint.graph, cast.x, work.scales or ScaleGraph()
     row, smallest = scales.num_rows(len(work.book.sites)), parse(cast.format).smallest_subnormal
     work.scales = replace(scales, slots=(*scales.slots, Slot(row, None, None, minus_copy=cast.row)))
     with graph.inserting_before(q):
-        for asks, beyond, less, least in (
-            (ASKS_ABOVE, ops.aten.gt.Scalar, ops.aten.lt.Tensor, smallest),
-            (ASKS_BELOW, ops.aten.lt.Scalar, ops.aten.gt.Tensor, -smallest),
+        for tests, beyond, less, least in (
+            (TESTS_ABOVE, ops.aten.gt.Scalar, ops.aten.lt.Tensor, smallest),
+            (TESTS_BELOW, ops.aten.lt.Scalar, ops.aten.gt.Tensor, -smallest),
         ):
-            if not asking.isdisjoint(asks):
+            if not comparisons.isdisjoint(tests):
                 nearest = _of_scale(graph, least, Rescale(x, cast.table, row))
                 is_nearer = emit(graph, less, (x, nearest), x)
                 kept = emit(graph, ops.aten.where.self, (is_nearer, nearest, x), x, val=x.meta["val"])
@@ -83,8 +83,8 @@ def _of_scale(graph: Graph, number: float, like: Rescale) -> Node:
 def _keep_signs(graph: Graph, q: Node, cast: Quantize, bounds: Set[tuple[object, float]]) -> None:
     fmt, x = parse(cast.format), cast.x
     with graph.inserting_before(q):
-        for asks, is_beyond in ((ASKS_ABOVE, ops.aten.gt.Scalar), (ASKS_BELOW, ops.aten.lt.Scalar)):
-            for bound in sorted({bound for target, bound in bounds if target in asks}):
+        for tests, is_beyond in ((TESTS_ABOVE, ops.aten.gt.Scalar), (TESTS_BELOW, ops.aten.lt.Scalar)):
+            for bound in sorted({bound for target, bound in bounds if target in tests}):
                 if abs(bound) < fmt.largest:
                     x = _kept_beyond(graph, x, is_beyond, bound, fmt)
     q.args = replace(cast, x=x).args

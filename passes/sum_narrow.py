@@ -26,7 +26,7 @@ from fxprec.passes.base import Pass, Work
 from fxprec.passes.sites import emit, emit_on
 
 aten = torch.ops.aten
-_COMPARISONS = having(Trait.ASKS_ABOVE) | having(Trait.ASKS_BELOW)
+_COMPARISONS = having(Trait.TESTS_ABOVE) | having(Trait.TESTS_BELOW)
 
 
 @dataclass(frozen=True)

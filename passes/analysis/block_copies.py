@@ -12,7 +12,7 @@ from fxprec.numerics.blocks import SIGNS, WHOLE_BITS, BlockFormat, Integer, find
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import is_view_or_cast, readers, shape_text, tensor_of
-from fxprec.passes.analysis.signs import askers_above, asks_sign
+from fxprec.passes.analysis.signs import is_compared_with_0, readers_testing_above_0
 from fxprec.passes.analysis.unbiased import Order
 from fxprec.passes.base import Work
 from fxprec.plan import Site
@@ -47,7 +47,7 @@ class Refusals:
         if any(isinstance(size, torch.SymInt) for size in val.shape):
             return f"its shape {shape_text(val)} is dynamic, and blocks are counted when the graph is compiled"
         reads = [x for x, _ in Dequantize.among(q.users)]
-        above_0 = {reader for read in reads for _, reader in askers_above(read)}
+        above_0 = {reader for read in reads for _, reader in readers_testing_above_0(read)}
         size, most = (
             fmt.num_bytes(val.numel()),
             val.numel() * (self.work.settings.recipe.hi.bits // 8 if is_exact else 1),
@@ -56,8 +56,8 @@ class Refusals:
         if size >= most:
             return f"its {val.numel()} elements take {size} bytes in it, no fewer"
         if is_exact:
-            is_sign_read = any(asks_sign(read) for read in reads)
-            return "backward asks for its sign, which a block's scale may round to 0" if is_sign_read else None
+            is_compared = any(is_compared_with_0(read) for read in reads)
+            return "backward asks for its sign, which a block's scale may round to 0" if is_compared else None
         biased = self._biased_by(reads, fmt, above_0)
         return None if biased is None else self._also_read_by(biased)
 

@@ -8,8 +8,8 @@ from fxprec.ir.operators import Trait, having
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import argument, is_backward, is_view_or_cast, readers
 
-ASKS_ABOVE = having(Trait.ASKS_ABOVE)
-ASKS_BELOW = having(Trait.ASKS_BELOW)
+TESTS_ABOVE = having(Trait.TESTS_ABOVE)
+TESTS_BELOW = having(Trait.TESTS_BELOW)
 
 
 def bounds(read: Node) -> set[tuple[object, float]]:
@@ -18,21 +18,21 @@ def bounds(read: Node) -> set[tuple[object, float]]:
     return {
         (target, float(bound))
         for target, bound in found
-        if target in ASKS_ABOVE | ASKS_BELOW and isinstance(bound, int | float)
+        if target in TESTS_ABOVE | TESTS_BELOW and isinstance(bound, int | float)
     }
 
 
-def asks_sign(read: Node) -> bool:
-    """Return whether backward compares a copy with 0."""
+def is_compared_with_0(read: Node) -> bool:
+    """Say whether backward compares a copy with 0."""
     return any(bound == 0 for _, bound in bounds(read))
 
 
-def asks_above(reader: Node) -> bool:
-    """Return whether a node tests which elements are above 0, or which are not."""
-    return reader.target in ASKS_ABOVE and argument(reader, 1) == 0
+def tests_above_0(reader: Node) -> bool:
+    """Say whether a node tests which elements are above 0, or which are not."""
+    return reader.target in TESTS_ABOVE and argument(reader, 1) == 0
 
 
-def askers_above(read: Node) -> list[tuple[Node, Node]]:
+def readers_testing_above_0(read: Node) -> list[tuple[Node, Node]]:
     """Return (the copy or an alias, reader) for each backward node that only tests whether the copy is above 0."""
-    found = [(read, user) for user in read.users if is_backward(user) and asks_above(user)]
-    return found + [pair for user in read.users if user.target in ops.ALIASES for pair in askers_above(user)]
+    found = [(read, user) for user in read.users if is_backward(user) and tests_above_0(user)]
+    return found + [pair for user in read.users if user.target in ops.ALIASES for pair in readers_testing_above_0(user)]

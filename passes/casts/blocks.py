@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from fxprec.ir.symbolic import Dequantize, Quantize, TensorScale
 from fxprec.numerics.blocks import SIGNS, WHOLE_BITS, BlockFormat
 from fxprec.passes.analysis.joint import tensor_of
-from fxprec.passes.analysis.signs import askers_above
+from fxprec.passes.analysis.signs import readers_testing_above_0
 from fxprec.passes.sites import emit, emit_call
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ def store_in_blocks(graph: Graph, q: Node, fmt: BlockFormat, seed: Node | None) 
 
 def _store_mask(graph: Graph, q: Node, reads: list[Node]) -> None:
     """Store an exact mask, one bit an element, for the nodes that test whether a copy is above 0."""
-    found = [(read, alias, user) for read in reads for alias, user in askers_above(read)]
+    found = [(read, alias, user) for read in reads for alias, user in readers_testing_above_0(read)]
     if not found:
         return
     with graph.inserting_before(q):
@@ -53,7 +53,7 @@ def _store_mask(graph: Graph, q: Node, reads: list[Node]) -> None:
     stored = _Stored.of(graph, mask, q, SIGNS, None)
     for read in dict.fromkeys(read for read, _, _ in found):
         shown = stored.read_at(read, torch.bfloat16)
-        for alias, user in askers_above(read):
+        for alias, user in readers_testing_above_0(read):
             user.replace_input_with(alias, shown)
             while alias is not read and not alias.users:
                 source = alias.all_input_nodes[0]

@@ -40,9 +40,9 @@ POINTWISE = (
     row("sigmoid", traits=Trait.HEAVY | Trait.WRITES_NEW),
     row("relu gelu silu _softmax _log_softmax", traits=Trait.WRITES_NEW),
     row("tanh", traits=Trait.WRITES_NEW | Trait.SCALES),
-    row("le.Scalar gt.Scalar", traits=Trait.ASKS_ABOVE),
-    row("ge.Scalar lt.Scalar", traits=Trait.ASKS_BELOW),
-    row("sgn sign", traits=Trait.ASKS_ABOVE | Trait.ASKS_BELOW),
+    row("le.Scalar gt.Scalar", traits=Trait.TESTS_ABOVE),
+    row("ge.Scalar lt.Scalar", traits=Trait.TESTS_BELOW),
+    row("sgn sign", traits=Trait.TESTS_ABOVE | Trait.TESTS_BELOW),
     row("lt.Tensor gt.Tensor le.Tensor ge.Tensor", traits=Trait.ORDERS),
 )
 

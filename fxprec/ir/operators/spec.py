@@ -52,8 +52,8 @@ class Trait(Flag):
     SCALES = auto()  # multiplies, divides or bounds elements one by one
     SUMS = auto()  # a sum, or a mean, over dimensions
     ZERO = auto()  # the result is 0 everywhere
-    ASKS_ABOVE = auto()  # compares with a number; if the number is 0: tests x > 0, or its negation
-    ASKS_BELOW = auto()  # compares with a number; if the number is 0: tests x < 0, or its negation
+    TESTS_ABOVE = auto()  # compares with a number; if the number is 0: tests x > 0, or its negation
+    TESTS_BELOW = auto()  # compares with a number; if the number is 0: tests x < 0, or its negation
     ORDERS = auto()  # compares which of two tensors is larger
     HEAVY = auto()  # Inductor does not recompute it on a CPU
     WRITES_NEW = auto()  # always writes a new tensor

@@ -26,7 +26,7 @@ from fxprec.passes.analysis.replay.loops import Item
 from fxprec.passes.analysis.replay.timeline import Timeline
 from fxprec.passes.analysis.saved_bytes import bytes_per_element, stored_bytes
 from fxprec.passes.analysis.saved_values import is_repeated, needed_by_forward
-from fxprec.passes.analysis.signs import askers_above
+from fxprec.passes.analysis.signs import readers_testing_above_0
 from fxprec.passes.analysis.ways import Form
 from fxprec.plan.rows import LIVE
 
@@ -52,7 +52,7 @@ class Step:
         put(self, "needed", needed_by_forward(self.joint))
         put(self, "casts", {x: cast for q, cast in Quantize.among(nodes) if self._is_cast(q) for x in q.users})
         put(self, "copied", {c.x: fmt for c in self.casts.values() if (fmt := self._copied(c)) is not None})
-        put(self, "tested_above_0", {cast.x for x, cast in self.casts.items() if askers_above(x)})
+        put(self, "tested_above_0", {cast.x for x, cast in self.casts.items() if readers_testing_above_0(x)})
         put(self, "stored", self._stored())
         casts = {*self.casts, *(q for q in nodes if q.target is QUANTIZE and self._is_cast(q))}
         decoded, behind, results = set(self.casts), set[Node](), {*self.joint.results}
