@@ -42,8 +42,8 @@ def settle(forward: GraphModule, backward: GraphModule) -> None:
     for update in updates:
         call = ApplyUpdate.of(update)
         assert call.parameter.op == "placeholder", "a parameter crosses as it is"
-        behind = {call.gradient, inputs[-1], *_made_in_loops(set(_readers(call.parameter)))}
-        max(behind & order.keys(), key=order.__getitem__).append(update)
+        awaited = {call.gradient, inputs[-1], *_made_in_loops(set(_readers(call.parameter)))}
+        max(awaited & order.keys(), key=order.__getitem__).append(update)
     set_results(graph, [None if node in updates else node for node in results_of(graph)])
     graph.lint()
     backward.recompile()
@@ -69,9 +69,9 @@ def _made_in_loops(readers: Collection[Node]) -> set[Node]:
     while stack:
         node = stack.pop()
         if kind_of(node) in (Kind.FUSED, Kind.VIEW) and not _is_read_whole(node):
-            behind = {user for user in node.users if user.op != "output"} - found
-            found |= behind
-            stack += behind
+            users = {user for user in node.users if user.op != "output"} - found
+            found |= users
+            stack += users
     return found
 
 

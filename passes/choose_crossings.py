@@ -81,7 +81,7 @@ def _read_exactly(needs: Needs) -> set[Node]:
         node = stack.pop()
         if node not in found:
             found.add(node)
-            stack += () if node in needs.forms else map(needs.step.shown, node.all_input_nodes)
+            stack += () if node in needs.forms else map(needs.step.undecoded, node.all_input_nodes)
     return found
 
 

@@ -169,23 +169,25 @@ def replayed(**options: Any) -> Replay:
 
 def test_between_its_last_use_and_its_first_in_backward_it_holds_nothing() -> None:
     replay = replayed(peak_budget="70%", ways=("offload",))
-    assert replay.hosts
-    for value in replay.hosts:
+    assert replay.offloads
+    for value in replay.offloads:
         line = replay.timeline
         there = [replay.lives(value, time, recomputed=False) for time in range(len(line.order))]
-        leaves, read = line.order.index(replay.hosts[value]), line.order.index(replay.back[value])
+        leaves, read = line.order.index(replay.offloads[value]), line.order.index(replay.reloads[value])
         assert there[leaves], "it counts while it is copied"
         assert there[read]
         copy = replay.copies.get(value, replay.at[value])
         last = max([leaves, *(line.order.index(i) for i in _readers(replay, copy) if i < replay.border)])
-        sent, comes = line.dies[copy], line.born[replay.back[value]]
+        sent, comes = line.dies[copy], line.born[replay.reloads[value]]
         assert sent >= last
         assert comes <= read
         assert replay.sent[value] is replay.anchors[line.order[sent]]
         assert replay.fetched[value] is replay.anchors[line.order[comes]]
         assert not any(there[sent + 1 : comes]), value
         assert comes >= line.split > sent
-    assert any(line.born[i] < line.order.index(i) for i in replay.back.values()), "some come back before they are read"
+    assert any(line.born[i] < line.order.index(i) for i in replay.reloads.values()), (
+        "some come back before they are read"
+    )
 
 
 def _readers(replay: Replay, item: int) -> list[int]:

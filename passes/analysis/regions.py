@@ -80,11 +80,11 @@ def is_boundary(node: Node) -> bool:
     """Return whether a later region, or the backward of operators behind the region, reads a recomputed node."""
     region = node.meta[REGION]
     found = list(readers_of(node))
-    behind = [u for u in found if not is_backward(u) and u.meta.get(REGION) != region]
-    if any(is_marked_recompute(u) and u.meta[REGION] > region for u in behind):
+    later = [u for u in found if not is_backward(u) and u.meta.get(REGION) != region]
+    if any(is_marked_recompute(u) and u.meta[REGION] > region for u in later):
         return True
     # A backward node belongs to the forward operator with the same ``seq_nr``.
-    numbers = {u.meta.get("seq_nr") for u in behind if not is_marked_recompute(u)} - {None}
+    numbers = {u.meta.get("seq_nr") for u in later if not is_marked_recompute(u)} - {None}
     return any(is_backward(u) and u.meta.get("seq_nr") in numbers for u in found)
 
 

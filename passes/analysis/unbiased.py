@@ -40,17 +40,17 @@ class Order:
     """The nodes of a joint graph by position, and those that depend on a tangent."""
 
     at: Mapping[Node, int]
-    behind: Collection[Node]
+    of_tangents: Collection[Node]
     """The tangents and the nodes that depend on one."""
 
     @classmethod
     def of(cls, graph: Graph, tangents: Collection[Node]) -> Order:
         """Number the nodes, and collect those that depend on a tangent."""
-        behind = set(tangents)
+        of_tangents = set(tangents)
         for node in graph.nodes:
-            if any(n in behind for n in node.all_input_nodes):
-                behind.add(node)
-        return cls({node: i for i, node in enumerate(graph.nodes)}, behind)
+            if any(n in of_tangents for n in node.all_input_nodes):
+                of_tangents.add(node)
+        return cls({node: i for i, node in enumerate(graph.nodes)}, of_tangents)
 
     def biased_by(self, copies: Collection[Node], bits: int, but: Collection[Node] = ()) -> Node | None:
         """Return the first reader in which errors of a copy, or of values computed from it, do not average out.
@@ -94,7 +94,7 @@ class _Walk:
         self.summed[node] = summed
         for user in node.users:
             heapq.heappush(self.ahead, (self.order.at[user], user))
-            if node not in self.order.behind:
+            if node not in self.order.of_tangents:
                 self.last = max(self.last, self.order.at[user])
 
     def _is_linear(self, node: Node) -> bool:

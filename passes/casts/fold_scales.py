@@ -76,8 +76,8 @@ def _is_cheaper(operand: Node, gradient: Node) -> bool:
     decode = _decode(operand)
     if decode is None:
         return False
-    behind = {reader for _, reader in readers(decode, lambda user: user.target in ops.VIEWS) if is_backward(reader)}
-    return len(behind) == 1 or numel_hint(tensor_of(decode)) < numel_hint(tensor_of(gradient))
+    found = {reader for _, reader in readers(decode, lambda user: user.target in ops.VIEWS) if is_backward(reader)}
+    return len(found) == 1 or numel_hint(tensor_of(decode)) < numel_hint(tensor_of(gradient))
 
 
 def _decoded_with(graph: Graph, node: Node, row: int, table: Node) -> Node:

@@ -59,7 +59,7 @@ def _addends(node: Node, step: Step) -> Iterator[Node]:
             yield from _addends(x, step)
     elif node.target is _WHERE:
         for x in node.all_input_nodes[1:]:
-            if x in step.behind:
+            if x in step.backward_set:
                 yield from _addends(x, step)
     elif node.target is CONVERT:
         yield node.all_input_nodes[0]

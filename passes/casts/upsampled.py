@@ -72,13 +72,13 @@ def _constant(node: Node) -> torch.Tensor | None:
     stack = [node]
     while stack:
         made = stack[-1]
-        behind = [n for n in made.all_input_nodes if n not in values]
+        missing = [n for n in made.all_input_nodes if n not in values]
         target: object = made.target
         is_random = has_tag(made, torch.Tag.nondeterministic_seeded)
         if is_random or not isinstance(target, torch._ops.OpOverload) or _is_symbolic(target):
             return None
-        if behind:
-            stack += behind
+        if missing:
+            stack += missing
             continue
         args, kwargs = torch.fx.map_arg((made.args, dict(made.kwargs)), values.__getitem__)
         values[stack.pop()] = target(*args, **kwargs)

@@ -215,8 +215,8 @@ class Chooser:
     def replayed(self, ways: Ways) -> Fit:
         """Replay a choice; return the choice with the tensors in memory and its seconds."""
         needs, inputs = self.problem.needs, self.problem.inputs
-        kept = {node: form for node, form in needs.forced.items() if needs.step.is_there(node)}  # copies of inputs
-        kept |= {node: way for node, way in ways.items() if isinstance(way, Form) and node not in inputs}
+        copied_inputs = {node: form for node, form in needs.forced.items() if needs.step.needs_no_saving(node)}
+        kept = copied_inputs | {node: way for node, way in ways.items() if isinstance(way, Form) and node not in inputs}
         return Fit(Replay(needs.step, kept), ways, sum(self.problem.seconds(node, way) for node, way in ways.items()))
 
     def _wanted_when(self) -> tuple[dict[Node, int], dict[Node, int]]:
@@ -228,7 +228,7 @@ class Chooser:
         first: dict[Node, int] = {}
         last: dict[Node, int] = {}
         for position, node in enumerate(step.backward):
-            for wanted in map(step.shown, step.wanted_by(node)):
+            for wanted in map(step.undecoded, step.wanted_by(node)):
                 first.setdefault(wanted, position)
                 last[wanted] = position
         for node in reversed(self.problem.nodes):
@@ -242,7 +242,7 @@ class Chooser:
         left = dict[Node, int]()
         for position, node in reversed([*enumerate(self.problem.needs.step.forward)]):
             left.setdefault(node, position)
-            for source in map(self.problem.needs.step.shown, node.all_input_nodes):
+            for source in map(self.problem.needs.step.undecoded, node.all_input_nodes):
                 left[source] = max(left.get(source, 0), left[node] if kind_of(node) is Kind.VIEW else position)
         return left
 
@@ -285,7 +285,7 @@ class Chooser:
     def _would_live(self, node: Node, anchor: Node, way: Way) -> bool:
         """Estimate whether a value would be live while ``anchor`` runs, if backward got it in this way."""
         moment = self._order[anchor]
-        if anchor not in self.problem.needs.step.behind:
+        if anchor not in self.problem.needs.step.backward_set:
             is_left = way.is_on_host and moment > self._left[node]
             return isinstance(way, Form) and self._order[node] <= moment and not is_left
         if moment > self._last.get(node, -1):

@@ -92,7 +92,7 @@ _STAYS = "a value stays on the device whose size is dynamic, which is an output,
 
 def _refuse_sources(needs: Needs, repeated: Node, kept: Mapping[Node, Form]) -> None:
     """Raise `PlanError` if a given plan recomputes a value from a form that does not tolerate it."""
-    for source in map(needs.step.shown, repeated.all_input_nodes):
+    for source in map(needs.step.undecoded, repeated.all_input_nodes):
         form = kept.get(source)
         if form is not None and Demand.RECOMPUTE_LOW not in form.serves and repeated not in needs.step.decoded:
             kept_as = f"in {form.copy.name}" if isinstance(form, Blocks) else form.counted

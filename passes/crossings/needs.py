@@ -69,11 +69,11 @@ def needs_of(work: Work) -> Needs:
     for node in needs.step.backward:
         for wanted in needs.step.wanted_by(node):
             cast = needs.step.casts.get(wanted)
-            if needs.step.shown(wanted) in needs.step.checkpointed:
+            if needs.step.undecoded(wanted) in needs.step.checkpointed:
                 continue
             if cast is None:
                 _need_itself(needs, copies, wanted)
-                if regions.is_saved(wanted) and not needs.step.is_there(wanted):
+                if regions.is_saved(wanted) and not needs.step.needs_no_saving(wanted):
                     needs.forced[wanted] = Own()
                 continue
             fmt = parse(cast.format)
@@ -107,7 +107,7 @@ def _add_starts(needs: Needs, copies: _Copies) -> None:
         for source in node.all_input_nodes:
             while is_repeated(source, step.joint) and source not in step.checkpointed:
                 source = source.all_input_nodes[0]
-            if source not in step.checkpointed and not step.is_there(source):
+            if source not in step.checkpointed and not step.needs_no_saving(source):
                 _need_itself(needs, copies, source)
                 needs.forced[source] = Own()
 

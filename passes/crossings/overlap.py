@@ -28,9 +28,9 @@ class Copy:
 
 @dataclass(frozen=True)
 class CopyWaits:
-    """The kernel behind which each copy is waited for, and the total seconds that kernels wait."""
+    """The kernel after which each copy is waited for, and the total seconds that kernels wait."""
 
-    behind: list[int]
+    after: list[int]
     exposed: float
 
 
@@ -41,7 +41,7 @@ def place_waits(seconds: Sequence[float], live: Sequence[float], copies: Sequenc
     done behind the last kernel.
     """
     clock = lane = 0.0
-    behind = [0] * len(copies)
+    after = [0] * len(copies)
     pending: list[tuple[int, float]] = []  # (copy, when it is done), in the order of the stream
     for time, taken in enumerate(seconds):
         clock += taken
@@ -58,9 +58,9 @@ def place_waits(seconds: Sequence[float], live: Sequence[float], copies: Sequenc
                 if sum(copies[j].bytes for j, end in ready[number:] if end > clock) <= room:
                     break
                 clock = done
-            behind[i] = time
+            after[i] = time
             pending.remove((i, done))
-    return CopyWaits(behind, clock - sum(seconds))
+    return CopyWaits(after, clock - sum(seconds))
 
 
 def overlap(replay: Replay, rates: Rates, bound: float) -> float:
@@ -68,7 +68,7 @@ def overlap(replay: Replay, rates: Rates, bound: float) -> float:
 
     Afterwards the replay also counts tensors that wait for their copy.
     """
-    if not replay.hosts:
+    if not replay.offloads:
         return 0.0
     line = replay.timeline
     time = {item: t for t, item in enumerate(line.order)}
@@ -79,27 +79,27 @@ def overlap(replay: Replay, rates: Rates, bound: float) -> float:
         return replay.copies.get(value, replay.at[value])  # type: ignore[call-overload, index, no-any-return]
 
     def copy(value: object, at: int, needless: int) -> Copy:
-        size = replay.items[replay.back[value]].bytes  # type: ignore[index]
+        size = replay.items[replay.reloads[value]].bytes  # type: ignore[index]
         return Copy(at, needless, size, size / rates.host_bytes_per_s)
 
-    out = [copy(v, time[replay.hosts[v]], line.dies[stored(v)]) for v in values]
-    found = place_waits(seconds[: line.split], line.live[: line.split], out, bound)
+    offloads = [copy(v, time[replay.offloads[v]], line.dies[stored(v)]) for v in values]
+    found = place_waits(seconds[: line.split], line.live[: line.split], offloads, bound)
     # With time reversed a copy back is a copy out: it begins at its reader, and its tensor is live until it is done.
-    back = sorted(values, key=lambda v: -time[replay.back[v]])
-    returns = [copy(v, end - time[replay.back[v]], end - time[replay.back[v]]) for v in back]
-    turned = place_waits(seconds[: line.split - 1 : -1], line.live[: line.split - 1 : -1], returns, bound)
-    for value, behind in zip(values, found.behind, strict=True):
-        line.extend(stored(value), dies=behind)
-        replay.sent[value] = replay.anchors[line.order[behind]]
-    for value, ahead in zip(back, turned.behind, strict=True):
-        line.extend(replay.back[value], born=end - ahead)
+    reloaded = sorted(values, key=lambda v: -time[replay.reloads[v]])
+    reloads = [copy(v, end - time[replay.reloads[v]], end - time[replay.reloads[v]]) for v in reloaded]
+    backwards = place_waits(seconds[: line.split - 1 : -1], line.live[: line.split - 1 : -1], reloads, bound)
+    for value, kernel in zip(values, found.after, strict=True):
+        line.extend(stored(value), dies=kernel)
+        replay.sent[value] = replay.anchors[line.order[kernel]]
+    for value, ahead in zip(reloaded, backwards.after, strict=True):
+        line.extend(replay.reloads[value], born=end - ahead)
         replay.fetched[value] = replay.anchors[line.order[end - ahead]]
-    return found.exposed + turned.exposed
+    return found.exposed + backwards.exposed
 
 
 def _seconds(replay: Replay, rates: Rates) -> list[float]:
     """Return the seconds of each kernel of a replay; copies to and from host memory take none of their stream."""
-    lane, stored = {*replay.hosts.values(), *replay.back.values()}, {*replay.copies.values()}
+    lane, stored = {*replay.offloads.values(), *replay.reloads.values()}, {*replay.copies.values()}
 
     def taken(item: int) -> float:
         if item in lane:
@@ -111,7 +111,7 @@ def _seconds(replay: Replay, rates: Rates) -> list[float]:
 
 def overlapped(fit: Fit, problem: Problem, bound: float) -> Fit:
     """Return a choice with its copies overlapped within ``bound``, and with only the exposed time in its seconds."""
-    if not fit.replay.hosts:
+    if not fit.replay.offloads:
         return fit
     replay = Replay(problem.needs.step, fit.replay.kept)
     moved = [(node, form) for node, form in replay.kept.items() if form.is_on_host]

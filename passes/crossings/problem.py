@@ -139,19 +139,19 @@ class Problem:
         found, stack = set[Node](), [*self.needs.exactly, *self.needs.roughly]
         while stack:
             node = stack.pop()
-            if not self._is_there(node) and node not in found:
+            if not self._needs_no_way(node) and node not in found:
                 found.add(node)
                 stack += self.sources(node)
         return [n for n in self.needs.step.forward if n in found]
 
     def sources(self, node: Node) -> set[Node]:
         """Return the values that a recomputation of ``node`` needs."""
-        shown = {self.needs.step.shown(n) for n in node.all_input_nodes}
-        return {n for n in shown if not self._is_there(n)}
+        operands = {self.needs.step.undecoded(n) for n in node.all_input_nodes}
+        return {n for n in operands if not self._needs_no_way(n)}
 
-    def _is_there(self, node: Node) -> bool:
+    def _needs_no_way(self, node: Node) -> bool:
         step = self.needs.step
-        return (step.is_there(node) or node in step.checkpointed) and node not in self.inputs
+        return (step.needs_no_saving(node) or node in step.checkpointed) and node not in self.inputs
 
     def ways(self, node: Node) -> Collection[Way]:
         """Return the ways of a value, those first that serve the most recomputations."""

@@ -123,7 +123,7 @@ class Rewrite:
     def _read_new(self, reader: Node) -> None:
         for source in reader.all_input_nodes:
             is_kept = source.op == "placeholder" or (source in self.kept and not self.kept[source].is_on_host)
-            if source not in self.needs.step.behind and not is_kept and self._changed(source):
+            if source not in self.needs.step.backward_set and not is_kept and self._changed(source):
                 reader.replace_input_with(source, self._there(source, reader))
 
     def _erase(self, casts: Iterable[Node]) -> None:

@@ -33,30 +33,30 @@ def test_with_memory_to_spare_what_is_exposed_is_the_excess_of_the_longer_stream
 def test_a_copy_that_later_kernels_cover_is_not_exposed_and_is_waited_for_once_it_is_done() -> None:
     found = place_waits([1.0] * 10, [0] * 10, [Copy(0, 0, 1, 3.5), Copy(1, 1, 1, 2.0)], INF)
     assert found.exposed == 0
-    assert found.behind == [4, 6], "done at 1 + 3.5 and, behind it on the stream, at 6.5"
+    assert found.after == [4, 6], "done at 1 + 3.5 and, behind it on the stream, at 6.5"
 
 
 def test_without_memory_every_copy_is_exposed_in_full() -> None:
     found = place_waits([1.0] * 6, [10] * 6, chain(6, 3, 2.0), 10)
     assert found.exposed == pytest.approx(3 * 2.0)
-    assert found.behind == [0, 1, 2]
+    assert found.after == [0, 1, 2]
 
 
 def test_memory_for_one_more_tensor_hides_one_copy_at_a_time() -> None:
     """Each copy of 2 has one kernel of 1 beside it, until the next result needs its place."""
     found = place_waits([1.0] * 6, [10] * 6, chain(6, 3, 2.0), 11)
-    assert found.behind == [1, 2, 4]
+    assert found.after == [1, 2, 4]
     assert found.exposed == pytest.approx(1 + 1)
 
 
 def test_a_tensor_that_is_read_later_waits_for_its_copy_behind_its_reader() -> None:
     found = place_waits([1.0] * 5, [10] * 5, [Copy(0, 3, 1, 2.0)], 10)
-    assert (found.behind, found.exposed) == ([3], 0.0)
+    assert (found.after, found.exposed) == ([3], 0.0)
 
 
 def test_behind_the_last_kernel_all_copies_are_waited_for() -> None:
     found = place_waits([1.0, 1.0], [0, 0], [Copy(1, 1, 1, 5.0)], INF)
-    assert (found.behind, found.exposed) == ([1], 5.0)
+    assert (found.after, found.exposed) == ([1], 5.0)
 
 
 RELOAD = SimpleNamespace(node=SimpleNamespace(op_overload="reload"))

@@ -90,8 +90,8 @@ class Loops:
     def _users(self) -> list[int]:
         users = [len(readers) for readers in self.readers]
         for position in reversed(range(len(self.items))):
-            behind = self.readers[position]
-            users[position] = sum(users[r] if self.items[r].kind is Kind.VIEW else 1 for r in behind)
+            readers = self.readers[position]
+            users[position] = sum(users[r] if self.items[r].kind is Kind.VIEW else 1 for r in readers)
         return users
 
     def _reads(self, in_memory: Sequence[bool]) -> list[set[int]]:

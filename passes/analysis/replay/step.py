@@ -55,23 +55,24 @@ class Step:
         put(self, "tested_above_0", {cast.x for x, cast in self.casts.items() if readers_testing_above_0(x)})
         put(self, "stored", self._stored())
         casts = {*self.casts, *(q for q in nodes if q.target is QUANTIZE and self._is_cast(q))}
-        decoded, behind, results = set(self.casts), set[Node](), {*self.joint.results}
+        decoded, backward_set, results = set(self.casts), set[Node](), {*self.joint.results}
         halves: tuple[list[Node], list[Node]] = [], []
         for node in nodes:
             if node.op == "output" or node in casts:
                 continue
             sources = node.all_input_nodes
-            is_read_back = not self.is_there(node) and self._is_read_back(node, decoded)
+            is_read_back = not self.needs_no_saving(node) and self._is_read_back(node, decoded)
             # A rounding's gradient is a constant. Gradients computed from it depend on no tangent, and are returned.
-            if self.joint.is_tangent(node) or any(n in behind for n in sources) or (is_read_back and node in results):
-                behind.add(node)
+            is_of_tangent = self.joint.is_tangent(node) or any(n in backward_set for n in sources)
+            if is_of_tangent or (is_read_back and node in results):
+                backward_set.add(node)
                 halves[1].append(node)
             elif is_read_back:
                 decoded.add(node)
             else:
                 halves[0].append(node)
         put(self, "decoded", decoded)
-        put(self, "behind", behind)
+        put(self, "backward_set", backward_set)
         put(self, "forward", halves[0])
         put(self, "backward", halves[1])
         put(self, "checkpointed", set(self._checkpointed()))
@@ -96,8 +97,8 @@ class Step:
     needs them."""
     forward: list[Node] = field(init=False)
     backward: list[Node] = field(init=False)
-    behind: set[Node] = field(init=False)
-    """Backward's nodes: those that depend on a tangent, and gradients that depend on none."""
+    backward_set: set[Node] = field(init=False)
+    """The nodes in ``backward``: those that depend on a tangent, and gradients that depend on none."""
     returned: set[Node] = field(init=False)
     updates: Mapping[Node, Sequence[tuple[Node, Node]]] = field(init=False)
     """(parameter, its gradient), by the backward node after which backward steps the parameter."""
@@ -108,17 +109,17 @@ class Step:
         found: dict[Node, list[tuple[Node, Node]]] = {}
         for parameter, gradient in updates:
             if gradient in order:
-                behind = (gradient, *(reader for reader in self._readers_behind(parameter)))
-                found.setdefault(max(behind, key=order.__getitem__), []).append((parameter, gradient))
+                awaited = (gradient, *(reader for reader in self._backward_readers(parameter)))
+                found.setdefault(max(awaited, key=order.__getitem__), []).append((parameter, gradient))
         return found
 
-    def _readers_behind(self, node: Node) -> Iterator[Node]:
+    def _backward_readers(self, node: Node) -> Iterator[Node]:
         """Yield the backward nodes that read a value, or a view or conversion of it."""
         for user in node.users:
-            if user in self.behind:
+            if user in self.backward_set:
                 yield user
             elif is_view(user) or user.target in CASTS or user in self.decoded:
-                yield from self._readers_behind(user)
+                yield from self._backward_readers(user)
 
     def workspace_of_stepping(self, parameter: Node) -> int:
         """Return the bytes that a parameter's step allocates while it runs."""
@@ -131,7 +132,7 @@ class Step:
         for source in node.all_input_nodes:
             if source in self.decoded and source not in self.casts:
                 yield from self.wanted_by(source)
-            elif source not in self.behind:
+            elif source not in self.backward_set:
                 yield source
 
     def traits_of(self, node: Node) -> tuple[Kind, int, bool, int]:
@@ -141,19 +142,19 @@ class Step:
             self._traits[node] = (kind, bytes_of(node), node.target in HEAVY, workspace_of(node, self.processor))
         return self._traits[node]
 
-    def shown(self, node: Node) -> Node:
+    def undecoded(self, node: Node) -> Node:
         """Return the value whose decoded copy a node is, or the node itself."""
         cast = self.casts.get(node)
         return node if cast is None else cast.x
 
-    def is_there(self, node: Node) -> bool:
-        """Return whether backward has a value without saving it: an input, a constant, or a number."""
+    def needs_no_saving(self, node: Node) -> bool:
+        """Say whether backward has a value without saving it: an input, a constant, or a number."""
         holds_nothing = value(node) is None and not isinstance(node.meta.get("val"), list | tuple)
         return node.op != "call_function" or holds_nothing
 
     def _checkpointed(self) -> Iterator[Node]:
         wanted = [source for node in self.backward for source in self.wanted_by(node)]
-        stack, seen = [self.shown(node) for node in wanted], set[Node]()
+        stack, seen = [self.undecoded(node) for node in wanted], set[Node]()
         while stack:
             node = stack.pop()
             if node in seen:
@@ -161,7 +162,7 @@ class Step:
             seen.add(node)
             if regions.backward_recomputes(node):
                 yield node
-                stack += map(self.shown, node.all_input_nodes)
+                stack += map(self.undecoded, node.all_input_nodes)
             elif is_repeated(node, self.joint):
                 stack += node.all_input_nodes
 
@@ -181,7 +182,7 @@ class Step:
         """Return the format of an input's narrower copy, or None."""
         fmt = parse(cast.format)
         is_narrower = bytes_per_element(fmt) < tensor_of(cast.x).dtype.itemsize
-        return fmt if is_narrower and self.is_there(cast.x) else None
+        return fmt if is_narrower and self.needs_no_saving(cast.x) else None
 
     def _is_cast(self, q: Node) -> bool:
         """Return whether a forward value is stored only to be decoded for backward, and nothing else reads its codes.
@@ -217,8 +218,8 @@ class Replay:
     items: list[Item] = field(default_factory=list)
     at: dict[Node, int] = field(default_factory=dict)  # node -> its item in its own half
     copies: dict[Node, int] = field(default_factory=dict)  # value -> item of its stored copy
-    hosts: dict[Node, int] = field(default_factory=dict)  # value -> item that moves it to host memory
-    back: dict[Node, int] = field(default_factory=dict)  # value -> item that moves it back
+    offloads: dict[Node, int] = field(default_factory=dict)  # value -> item that moves it to host memory
+    reloads: dict[Node, int] = field(default_factory=dict)  # value -> item that moves it back
     reloaded: list[tuple[Node, Node]] = field(default_factory=list)  # (value, backward node before which it comes back)
     sent: dict[Node, Node] = field(default_factory=dict)  # value -> forward node behind which its copy out is done
     fetched: dict[Node, Node] = field(default_factory=dict)  # value -> backward node before which its copy back begins
@@ -233,7 +234,7 @@ class Replay:
         self.border = len(self.items)
         for node in self.step.backward:
             sources = node.all_input_nodes
-            reads = [self.at[n] if n in self.step.behind else self._find(n, node) for n in sources]
+            reads = [self.at[n] if n in self.step.backward_set else self._find(n, node) for n in sources]
             self.at[node] = self._add(node, reads, node)
             for parameter, gradient in self.step.updates.get(node, ()):
                 workspace = self.step.workspace_of_stepping(parameter)
@@ -247,8 +248,8 @@ class Replay:
         if self._is_copy(node):
             self.at[node] = self._append(Item(Kind.VIEW, 0, [self.copies[node.all_input_nodes[0]]]), node, node)
             return
-        shown = [self.step.shown(source) for source in node.all_input_nodes]
-        reads = [self.at[source] for source in shown if source in self.at]  # all but sizes of decoded copies
+        sources = [self.step.undecoded(source) for source in node.all_input_nodes]
+        reads = [self.at[source] for source in sources if source in self.at]  # all but sizes of decoded copies
         form = self.kept.get(node)
         is_moved = form is not None and form.is_on_host
         is_stored = form is not None and form.format is None and not is_moved
@@ -261,7 +262,7 @@ class Replay:
             self.copies[node] = self._append(copy, node, node)
         if is_moved:
             leaves = Item(Kind.EXTERN, 0, [self.copies.get(node, self.at[node])], is_stored=True)
-            self.hosts[node] = self._append(leaves, node, node)
+            self.offloads[node] = self._append(leaves, node, node)
 
     def _format(self, node: Node) -> AnyFormat | None:
         """Return the format of a value's copy that waits for backward, or None."""
@@ -295,9 +296,9 @@ class Replay:
             if node in self.read_from:
                 stack.pop()
                 continue
-            behind = [n for n in self._sources(node) if n not in self.read_from]
-            if behind:
-                stack += behind
+            missing = [n for n in self._sources(node) if n not in self.read_from]
+            if missing:
+                stack += missing
                 continue
             self.read_from[stack.pop()] = self._supply(node, reader)
         return self.read_from[wanted]
@@ -307,12 +308,12 @@ class Replay:
         cast = self.step.casts.get(node)
         if cast is not None:
             return () if self._has_copy(cast.x) else (cast.x,)
-        if self.step.is_there(node) or node in self.kept:
+        if self.step.needs_no_saving(node) or node in self.kept:
             return ()
         return node.all_input_nodes
 
     def _supply(self, node: Node, reader: Node) -> int:
-        source = self.step.shown(node)
+        source = self.step.undecoded(node)
         if source is not node and source in self.step.copied:
             return self._append(Item(Kind.FUSED, bytes_of(node), [self.copies[source]]), reader, node)
         if source is not node and not self._has_copy(source):
@@ -322,11 +323,11 @@ class Replay:
                 if is_same
                 else self._append(Item(Kind.FUSED, bytes_of(node), [self.read_from[source]]), reader, node)
             )
-        if self.step.is_there(source):
+        if self.step.needs_no_saving(source):
             return self.at[source]
         form = self.kept.get(source)
         if form is not None:
-            copy = self._come_back(source, reader) if form.is_on_host else self.copies.get(source, self.at[source])
+            copy = self._reload(source, reader) if form.is_on_host else self.copies.get(source, self.at[source])
             if form.format is None:
                 return copy
             return self._append(Item(form.kernel, bytes_of(node), [copy]), reader, node)
@@ -336,17 +337,17 @@ class Replay:
     def _has_copy(self, node: Node) -> bool:
         return node in self.kept and self.kept[node].format is not None
 
-    def _come_back(self, value: Node, reader: Node) -> int:
-        if value not in self.back:
+    def _reload(self, value: Node, reader: Node) -> int:
+        if value not in self.reloads:
             self.reloaded.append((value, reader))
             size = self.kept[value].num_bytes(tensor_of(value))
-            self.back[value] = self._append(Item(Kind.EXTERN, size, [self.hosts[value]]), reader, value)
-        return self.back[value]
+            self.reloads[value] = self._append(Item(Kind.EXTERN, size, [self.offloads[value]]), reader, value)
+        return self.reloads[value]
 
     def lives(self, node: Node, time: int, *, recomputed: bool) -> bool:
         """Return whether a value is in memory at a time: its kept copy, or with ``recomputed`` the recomputed value."""
         items = (
-            [self.read_from.get(node)] if recomputed else [self.copies.get(node, self.at[node]), self.back.get(node)]
+            [self.read_from.get(node)] if recomputed else [self.copies.get(node, self.at[node]), self.reloads.get(node)]
         )
         born, dies = self.timeline.born, self.timeline.dies
         return any(born[item] <= time <= dies[item] for item in items if item is not None and item in born)
@@ -392,7 +393,7 @@ class Replay:
         for node, form in self.kept.items():
             fmt = form.format
             is_few = isinstance(fmt, BlockFormat) and fmt.bits < WHOLE_BITS
-            for item in {self.copies.get(node, self.at[node]), self.back.get(node, self.at[node])}:
+            for item in {self.copies.get(node, self.at[node]), self.reloads.get(node, self.at[node])}:
                 found[item] = few if is_few else kept if fmt is None or fmt.bits > WHOLE_BITS else narrow
         return found
 
