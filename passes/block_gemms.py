@@ -191,11 +191,11 @@ class _Rewrite:
         """Yield (position among the arguments, operand, rounding) for both operands of a GEMM."""
         operands = self.operands
         is_eden = bool(operands.eden) and product != "forward"
-        turn = operands.eden if is_eden else SIZE if operands.hadamard and product == "weight_grad" else 0
+        rotation = operands.eden if is_eden else SIZE if operands.hadamard and product == "weight_grad" else 0
         for (position, factor), axis in zip(_factors(node), (-1, -2), strict=True):
             is_square = operands.square_weights and product != "weight_grad" and not is_eden and self.is_weight(factor)
             is_random = operands.stochastic and factor in self.gradients
-            yield position, factor, Rounding(fmt, axis, is_square, is_random, turn, is_eden)
+            yield position, factor, Rounding(fmt, axis, is_square, is_random, rotation, is_eden)
 
     def run(self) -> None:
         """Replace the operands by their rounded copies, in graph order."""

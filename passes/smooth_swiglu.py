@@ -67,14 +67,14 @@ class _Pattern:
         if not is_product or not any(map(_is_silu, node.all_input_nodes)):
             return None
         layers, gradients = [], []
-        for gemm, shown, is_turned in _readers(node, False):
+        for gemm, shown, is_transposed in _readers(node, False):
             first, second = ops.GEMM_OPERANDS.get(gemm.target, (0, 0))
             is_first = input_at(gemm, first) is shown
             if first == second or input_at(gemm, second) is shown is input_at(gemm, first):
                 return None
-            if is_backward(gemm) and is_first == is_turned:
+            if is_backward(gemm) and is_first == is_transposed:
                 gradients.append((gemm, not is_first))
-            elif not is_backward(gemm) and is_first and not is_turned:
+            elif not is_backward(gemm) and is_first and not is_transposed:
                 layers.append((gemm, second))
             else:
                 return None
@@ -155,14 +155,15 @@ def _is_silu(node: Node) -> bool:
     return str(node.meta.get("original_aten")).startswith("aten.silu.")
 
 
-def _readers(node: Node, is_turned: bool) -> Iterator[tuple[Node, Node, bool]]:
+def _readers(node: Node, is_transposed: bool) -> Iterator[tuple[Node, Node, bool]]:
     """Yield (reader, what it reads, whether the channels are the first of two dimensions), through views and casts."""
-    channels = tensor_of(node).shape[0 if is_turned else -1]
+    channels = tensor_of(node).shape[0 if is_transposed else -1]
     for user in node.users:
         sizes = list(tensor_of(user).shape) if is_view_or_cast(user) else []
-        if user.target in ops.CASTS or (user.target is aten.view.default and not is_turned and sizes[-1] == channels):
-            yield from _readers(user, is_turned)
+        keeps_channels = user.target is aten.view.default and not is_transposed and sizes[-1] == channels
+        if user.target in ops.CASTS or keeps_channels:
+            yield from _readers(user, is_transposed)
         elif user.target in (aten.permute.default, aten.t.default) and len(sizes) == 2:
-            yield from _readers(user, not is_turned)
+            yield from _readers(user, not is_transposed)
         else:
-            yield user, node, is_turned
+            yield user, node, is_transposed

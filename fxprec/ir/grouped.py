@@ -88,8 +88,8 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     of_a = multiply(gradient, b.mT, offs) if wants_a else None
     of_b = None
     if wants_b:
-        is_turned = b.stride(-2) == 1 and b.stride(-1) != 1
-        of_b = multiply(gradient.mT, a, offs).mT if is_turned else multiply(a.mT, gradient, offs)
+        is_transposed = b.stride(-2) == 1 and b.stride(-1) != 1
+        of_b = multiply(gradient.mT, a, offs).mT if is_transposed else multiply(a.mT, gradient, offs)
     return of_a, of_b, None
 
 

@@ -42,17 +42,17 @@ class GroupedOperands:
             if is_sum:
                 args[2] = self._once(gemm, offs, None, unit)
             return [
-                (at, self._padded(gemm, x, offs, unit, is_turned=(at == 0) == is_sum), how)
+                (at, self._padded(gemm, x, offs, unit, is_transposed=(at == 0) == is_sum), how)
                 if is_sum or (how.fmt.tensor_scale and tensor_of(x).ndim == 2)
                 else (at, x, how)
                 for at, x, how in roundings
             ], args
 
-    def _padded(self, gemm: Node, x: Node, offs: Node, unit: int, *, is_turned: bool) -> Node:
-        """Return an operand with padded groups of tokens. Tokens are its last dimension if ``is_turned``."""
-        if not is_turned:
+    def _padded(self, gemm: Node, x: Node, offs: Node, unit: int, *, is_transposed: bool) -> Node:
+        """Return an operand with padded groups of tokens. Tokens are its last dimension if ``is_transposed``."""
+        if not is_transposed:
             return self._once(gemm, x, offs, unit)
-        return self._turned(self._once(gemm, self._turned(x, gemm), offs, unit), gemm)
+        return self._transposed(self._once(gemm, self._transposed(x, gemm), offs, unit), gemm)
 
     def _once(self, gemm: Node, x: Node, offs: Node | None, unit: int) -> Node:
         key = x, offs, unit, is_backward(gemm)
@@ -61,5 +61,5 @@ class GroupedOperands:
             self.made[key] = emit_call(self.graph, call, gemm)
         return self.made[key]
 
-    def _turned(self, x: Node, gemm: Node) -> Node:
+    def _transposed(self, x: Node, gemm: Node) -> Node:
         return emit(self.graph, torch.ops.aten.permute.default, (x, [1, 0]), gemm)

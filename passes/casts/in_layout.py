@@ -22,7 +22,7 @@ from fxprec.passes.base import Work
 from fxprec.passes.sites import emit, emit_on, read_of
 
 aten = torch.ops.aten
-_TURNING = frozenset({aten.transpose.int, aten.t.default})  # each is its own inverse
+_TRANSPOSES = frozenset({aten.transpose.int, aten.t.default})  # each is its own inverse
 
 
 def cast_as_multiplied(work: Work) -> None:
@@ -102,7 +102,7 @@ class _CastMove:
                 order: Any = step.args[1]
                 dims = [d % len(shape) for d in order]
                 read = emit(self.graph, step.target, (read, [dims.index(d) for d in range(len(dims))]), read)
-            elif step.target in _TURNING:
+            elif step.target in _TRANSPOSES:
                 read = emit_on(self.graph, step, read, like=read)
             elif step.target not in ops.COPIES:
                 read = emit(self.graph, aten.reshape.default, (read, list(shape)), read)

@@ -35,7 +35,7 @@ class Rounding:
     is_square: bool = False
     """Whether n x n elements share a scale, instead of n elements along ``axis``."""
     stochastic: bool = False
-    turn: int = 0
+    rotation: int = 0
     """Size of the step's random Hadamard matrix that multiplies the operand first; 0: no rotation."""
     eden: bool = False
     """Whether the scales of rotated blocks are corrected and rounded at random."""
@@ -50,7 +50,7 @@ class Rounding:
         shape = tensor_of(operand).shape
         if any(isinstance(size, torch.SymInt) for size in shape):
             return f"its shape {shape_text(tensor_of(operand))} is dynamic, and blocks are counted at compile time"
-        if self.eden and (reason := eden_refusal(self.fmt, self.turn)):
+        if self.eden and (reason := eden_refusal(self.fmt, self.rotation)):
             return reason
         sizes = (shape[-2], shape[-1]) if self.is_square else (shape[self.axis],)
         odd = None if pads else next((size for size in sizes if size % self.unit), None)
@@ -61,7 +61,7 @@ class Rounding:
     @property
     def unit(self) -> int:
         """Return the number that the dimension's size must be a multiple of."""
-        return max(self.fmt.block, self.turn)
+        return max(self.fmt.block, self.rotation)
 
 
 @dataclass
@@ -88,7 +88,7 @@ class OperandCasts:
         """
         key = operand, how, is_backward(gemm)
         if key not in self.made:
-            if how.stochastic or how.turn:
+            if how.stochastic or how.rotation:
                 self.seed = self.seed or draw_seed(self.graph, gemm)
             with self.graph.inserting_before(gemm):
                 self.made[key] = _Cast(self, gemm, how, of).of(operand)
@@ -107,10 +107,10 @@ class _Cast:
     def of(self, x: Node) -> Node:
         if self.how.is_square:
             # Transposition does not change a square's scale, so round in the layout that needs no copy.
-            return self._turned(x, self._in_squares) if _is_turned(tensor_of(x)) else self._in_squares(x)
-        return self._turned(x, self._rounded) if self.how.axis == -2 else self._rounded(x)
+            return self._transposed(x, self._in_squares) if _is_transposed(tensor_of(x)) else self._in_squares(x)
+        return self._transposed(x, self._rounded) if self.how.axis == -2 else self._rounded(x)
 
-    def _turned(self, x: Node, cast: Callable[[Node], Node]) -> Node:
+    def _transposed(self, x: Node, cast: Callable[[Node], Node]) -> Node:
         return self._swap(cast(self._swap(x, -1, -2)), -1, -2)
 
     def _in_squares(self, x: Node) -> Node:
@@ -124,9 +124,9 @@ class _Cast:
         """Encode ``x`` in blocks of its last dimension, or of its last two, and decode it."""
         how, casts = self.how, self.casts
         fmt, row, dtype = how.stored, casts.new_row(), tensor_of(x).dtype
-        if how.turn:
+        if how.rotation:
             assert casts.seed is not None
-            x = self._emit_call(Rotate(x, casts.seed, how.turn))
+            x = self._emit_call(Rotate(x, casts.seed, how.rotation))
             x.meta["partitioner_tag"] = _IN_BACKWARD
         whole = self._emit_call(TensorScale(x, fmt.name)) if fmt.tensor_scale else None
         if whole is not None and how.eden:
@@ -136,7 +136,7 @@ class _Cast:
         q.meta[OPERAND_META] = self.gemm_of
         if how.eden:
             assert casts.seed is not None
-            q = self._emit_call(CorrectScales(q, x, whole, casts.seed, row, fmt.name, how.turn))
+            q = self._emit_call(CorrectScales(q, x, whole, casts.seed, row, fmt.name, how.rotation))
         elements, shape = tensor_of(x).numel(), list(tensor_of(x).shape)
         read = Dequantize(q, casts.table, AS_STORED, fmt.name, casts.storage, dtype, elements, whole)
         return self._view(self._emit_call(read), shape)
@@ -157,5 +157,5 @@ class _Cast:
         return emit(self.casts.graph, aten.view.default, (x, list(shape)), self.gemm)
 
 
-def _is_turned(val: torch.Tensor) -> bool:
+def _is_transposed(val: torch.Tensor) -> bool:
     return not val.is_contiguous() and val.mT.is_contiguous()

@@ -44,8 +44,8 @@ def show_bytes_in_memory(gm: GraphModule) -> None:
 def _transpose_bytes(graph: Graph, copy: Node, codes: Node, shown: Node) -> None:
     dtype = shown.args[1]
     with graph.inserting_before(copy):
-        turned = TransposeCodes(input_at(shown, 0)).insert(graph)
-        floats = [graph.call_function(aten.view.dtype, (x, dtype)) for x in (turned, input_at(shown, 0))]
+        transposed = TransposeCodes(input_at(shown, 0)).insert(graph)
+        floats = [graph.call_function(aten.view.dtype, (x, dtype)) for x in (transposed, input_at(shown, 0))]
     for old, new in zip((copy, codes), floats, strict=True):
         users = [user for user in old.users if new < user]
         for user in users:

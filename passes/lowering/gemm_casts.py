@@ -59,11 +59,11 @@ def copy_with_codes(graph: Graph, copy: Node, counters: Counters, without: Colle
     wanted = {"keep": kept is not None, "row_major": row_major, "stats": counters.wants(cast.row)}
     with graph.inserting_before(q):
         both = QuantizeTranspose.like(cast, x=source, **wanted).insert(graph)
-        codes, turned, counted = (call(graph, operator.getitem, both, i) for i in range(3))
-    codes.meta["val"], turned.meta["val"] = q.meta["val"], copy.meta["val"].to(q.meta["val"].dtype)
+        codes, transposed, counted = (call(graph, operator.getitem, both, i) for i in range(3))
+    codes.meta["val"], transposed.meta["val"] = q.meta["val"], copy.meta["val"].to(q.meta["val"].dtype)
     counted.meta["val"] = _counters(q)
     counters.add(cast.row, counted)
-    _put(graph, copy, turned)
+    _put(graph, copy, transposed)
     if code is not q:
         _put(graph, code, codes)
     if kept is None or _is_guarded(q):

@@ -99,8 +99,8 @@ def _copy(graph: Graph, copy: Node, triton: bool) -> None:
             new = TransposeCodes(code).insert(graph)
         else:
             matrix = call(graph, aten.view.default, code, [-1, int(copy.meta["val"].shape[0])])
-            turned = call(graph, aten.permute.default, matrix, [1, 0])
-            new = graph.call_function(aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
+            transposed = call(graph, aten.permute.default, matrix, [1, 0])
+            new = graph.call_function(aten.clone.default, (transposed,), {"memory_format": torch.contiguous_format})
     substitute(graph, copy, new)
 
 

@@ -77,25 +77,25 @@ class _Operand:
     columns: int
     side: int
     """Side of a square that shares a scale; 0: blocks lie along the columns."""
-    is_turned: bool
+    is_transposed: bool
     """Whether the GEMM reads the transposed matrix."""
 
     @classmethod
     def of(cls, node: Node) -> _Operand | None:
         """Return how a two-dimensional operand is read; None if by other steps than those of block-gemms."""
-        turned = False
+        transposed = False
         while node.target in _COPIES or node.target is aten.permute.default:
             if node.target is aten.permute.default:
                 if list(node.args[1]) != [1, 0]:  # type: ignore[arg-type]
                     return None
-                turned = not turned
+                transposed = not transposed
             node = input_at(node, 0)
         if node.target is not aten.view.default or tensor_of(node).ndim != 2:
             return None
         shape = rows, columns = tensor_of(node).shape
         below = _uncopied(input_at(node, 0))
         if (read := Dequantize.match(below)) is not None:
-            return cls(read, rows, columns, 0, turned)
+            return cls(read, rows, columns, 0, transposed)
         if below.target is not aten.permute.default or list(below.args[1]) != [0, 2, 1, 3]:  # type: ignore[arg-type]
             return None
         split = _uncopied(input_at(below, 0))
@@ -103,7 +103,7 @@ class _Operand:
         sizes = tuple(tensor_of(split).shape)
         if read is None or sizes[2] != sizes[3] or (sizes[0] * sizes[2], sizes[1] * sizes[3]) != shape:
             return None
-        return cls(read, rows, columns, int(sizes[2]), turned)
+        return cls(read, rows, columns, int(sizes[2]), transposed)
 
     @property
     def format(self) -> BlockFormat:
@@ -113,7 +113,7 @@ class _Operand:
 
     def sums_columns(self, is_first: bool) -> bool:
         """Return whether a GEMM sums over the columns. Its first operand is (M, K), its second (K, N)."""
-        return self.is_turned != is_first
+        return self.is_transposed != is_first
 
 
 def _uncopied(node: Node) -> Node:

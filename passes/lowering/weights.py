@@ -33,7 +33,7 @@ def lay_out_weights(graph: Graph, gradients: Collection[int]) -> None:
     results = results_of(graph)
     # Inserted last: until then the gradients stay in the 16 bits in which they are computed.
     for node in (results[at] for at in gradients):
-        if isinstance(node, Node) and _is_weight_gradient(node) and _is_turned(node):
+        if isinstance(node, Node) and _is_weight_gradient(node) and _changes_layout(node):
             _replace(graph, node, list(node.users), channels_last=False, at=graph.output_node())
     for weight, readers in _weights(graph).items():
         _replace(graph, weight, readers, channels_last=True, at=min(readers, key=order.__getitem__))
@@ -53,13 +53,14 @@ def _weights(graph: Graph) -> dict[Node, list[Node]]:
         if weight is None or weight in found:
             continue
         given = unconverted(weight)
-        if given.op == "placeholder" and tensor_of(given).is_contiguous() and _is_turned(weight):
-            # A parameter's other readers read it as it is. A conversion is made for convolutions only.
+        if given.op == "placeholder" and tensor_of(given).is_contiguous() and _changes_layout(weight):
+            # A parameter's other readers read it as it is. A conversion is made for convolutions only, backward's
+            # included.
             found[weight] = [user for user in weight.users if user.target in _WEIGHT or weight is not given]
     return found
 
 
-def _is_turned(node: Node) -> bool:
+def _changes_layout(node: Node) -> bool:
     """Return whether a tensor is large, and its contiguous and channels-last layouts differ."""
     x, val = tensor_of(unconverted(node)), tensor_of(node)
     if val.ndim != 4 or not all(isinstance(size, int) for size in val.shape):
