@@ -24,11 +24,11 @@ from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, Quantize, Rescale
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.constant_factors import constant_factors, growth_of
+from fxprec.passes.analysis.dumped_tensors import CARRIED_META, dumped_in
 from fxprec.passes.analysis.inputs import module_path
 from fxprec.passes.analysis.joint import argument, input_at
 from fxprec.passes.analysis.producers import is_zero, producer_of
 from fxprec.passes.analysis.values import is_float_tensor
-from fxprec.passes.analysis.wanted import CARRIED_META, wanted_in
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.casts.fold_scales import fold_into_decodes
 from fxprec.passes.sites import emit_call, insertion_point_after, replace_uses
@@ -56,7 +56,7 @@ class CarryScales(Pass):
         if walk.is_needed():
             walk.run()
             work.scales = ScaleGraph(tuple(walk.variables), (*walk.before.slots, *walk.slots.values()))
-            for node, _ in wanted_in(work.joint.graph):
+            for node, _ in dumped_in(work.joint.graph):
                 node.meta[CARRIED_META] = walk.carried.get(node)
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from fxprec.config.config import GroupingName
 from fxprec.errors import PlanError
+from fxprec.passes.analysis.dumped_tensors import mark_dumped
 from fxprec.passes.analysis.groups import group_tensors
 from fxprec.passes.analysis.tensors import GROUP_META
-from fxprec.passes.analysis.wanted import mark
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.notice import Notice
 
@@ -31,7 +31,7 @@ class GroupTensors(Pass):
                 node.meta[GROUP_META] = group
         patterns = work.settings.asked.dump_tensors
         if patterns and work.joint.tangents:
-            work.notices += [Notice("dump_tensors", text) for text in mark(work.grouped, patterns)]
+            work.notices += [Notice("dump_tensors", text) for text in mark_dumped(work.grouped, patterns)]
 
 
 def _grouping(work: Work) -> GroupingName:

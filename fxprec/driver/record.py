@@ -25,11 +25,11 @@ from fxprec.driver.interpreter import runnable
 from fxprec.driver.wrappers import Run
 from fxprec.errors import ConfigError
 from fxprec.ir.symbolic import Quantize
+from fxprec.passes.analysis.dumped_tensors import CARRIED_META, dumped_in
 from fxprec.passes.analysis.inputs import GraphInput
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.ops import MUTATIONS
 from fxprec.passes.analysis.tensors import CountedTensor
-from fxprec.passes.analysis.wanted import CARRIED_META, wanted_in
 from fxprec.plan import Site
 from fxprec.report.folder import GraphDump
 from fxprec.report.tensors import Dumped, Origin
@@ -101,11 +101,11 @@ class TensorDump:
 
     def expect(self, graph: Graph) -> None:
         """Record which tensors are marked in the joint graph, before Inductor simplifies the graph."""
-        self._asked, self._in_forward = frozenset(t for _, t in wanted_in(graph)), frozenset()
+        self._asked, self._in_forward = frozenset(t for _, t in dumped_in(graph)), frozenset()
 
     def watch(self, graph: str, half: str, recorded: RecordedHalf, run: Run) -> Run:
         """Wrap ``run``, so that the marked tensors of the half are written in every n-th step."""
-        found = {tensor: node for node, tensor in wanted_in(recorded.gm.graph) if tensor not in self._in_forward}
+        found = {tensor: node for node, tensor in dumped_in(recorded.gm.graph) if tensor not in self._in_forward}
         if half == "forward":
             self._in_forward = frozenset(found)
         else:

@@ -18,12 +18,12 @@ from fxprec.passes.analysis.tensors import CountedTensor
 
 aten = torch.ops.aten
 _COPIES = ops.ALIASES | {aten.clone.default}
-WANTED_META = "fxprec_wanted"  # metadata key of a node: the counted tensors to dump that are its value
+DUMPED_META = "fxprec_dumped"  # metadata key of a node: the counted tensors to dump that are its value
 CARRIED_META = "fxprec_carried"  # metadata key of such a node: the variable of the scale graph that scales it
 _SHOWN = 8
 
 
-def mark(grouped: Grouped, patterns: Sequence[str]) -> list[str]:
+def mark_dumped(grouped: Grouped, patterns: Sequence[str]) -> list[str]:
     """Mark the nodes of the tensors that match a pattern; return a message for each pattern that matches none."""
     found: dict[Node, list[CountedTensor]] = defaultdict(list)
     parsed = {text: TensorPattern.of(text) for text in patterns}
@@ -34,14 +34,14 @@ def mark(grouped: Grouped, patterns: Sequence[str]) -> list[str]:
         if taking:
             found[node].append(tensor)
     for node, tensors in found.items():
-        node.meta[WANTED_META] = tuple(tensors)
+        node.meta[DUMPED_META] = tuple(tensors)
     return [_no_match(text, grouped.tensors) for text in patterns if text in missed]
 
 
-def wanted_in(graph: Graph) -> Iterator[tuple[Node, CountedTensor]]:
+def dumped_in(graph: Graph) -> Iterator[tuple[Node, CountedTensor]]:
     """Yield each marked node of a graph with each tensor that is its value."""
     for node in graph.nodes:
-        for tensor in node.meta.get(WANTED_META, ()):
+        for tensor in node.meta.get(DUMPED_META, ()):
             yield node, tensor
 
 
