@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fxprec.config.grad_scaling import GradScaling
 from fxprec.passes.analysis import gemm_costs, sensitive
-from fxprec.passes.analysis.left_alone import left_alone
+from fxprec.passes.analysis.unplanned_values import notices_of_unplanned
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.casts.in_layout import cast_as_multiplied
 from fxprec.passes.casts.simulated import insert_simulated_casts
@@ -40,4 +40,4 @@ class InsertCasts(Pass):
         insert(work.grouped, work.book)
         if work.book.multiplies_codes:
             cast_as_multiplied(work)
-        work.notices += left_alone(work, rounds_gradients=self.everywhere)
+        work.notices += notices_of_unplanned(work, rounds_gradients=self.everywhere)

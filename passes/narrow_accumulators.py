@@ -40,7 +40,7 @@ class NarrowAccumulators(Pass):
                 continue
             rewrite = _REWRITES.get(node.target)
             if rewrite is None or not all(is_float_tensor(n) for n in node.all_input_nodes):
-                work.notices.append(_left_alone(node, accumulator))
+                work.notices.append(_notice(node, accumulator))
                 continue
             with graph.inserting_before(node):
                 rewrite(_Emitter(graph, node, _arguments(accumulator)))
@@ -50,7 +50,7 @@ def _arguments(accumulator: Accumulator) -> tuple[object, ...]:
     return accumulator.products.name, accumulator.format.name, accumulator.kahan, accumulator.chunk or 0
 
 
-def _left_alone(node: Node, accumulator: Accumulator) -> Notice:
+def _notice(node: Node, accumulator: Accumulator) -> Notice:
     site = place(node.name, module_of(node), source_of(node))
     fused = node.target in ops.ATTENTION | ops.ATTENTION_BACKWARD
     way_out = "; torch.nn.attention.sdpa_kernel(SDPBackend.MATH) makes GEMMs of it" if fused else ""

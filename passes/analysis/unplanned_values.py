@@ -14,7 +14,7 @@ from fxprec.passes.notice import Notice
 from fxprec.plan.lines import place
 
 
-def left_alone(work: Work, *, rounds_gradients: bool) -> Iterator[Notice]:
+def notices_of_unplanned(work: Work, *, rounds_gradients: bool) -> Iterator[Notice]:
     """Yield a notice for the first complex value, the first float64 value, and each nested graph.
 
     With ``rounds_gradients`` also yield a notice for each sparse gradient, which is not rounded.
@@ -53,12 +53,12 @@ def _is_float64(val: torch.Tensor) -> bool:
 
 
 def _nested_graphs(operators: Operators) -> Iterator[Notice]:
-    told: set[object] = set()
+    seen: set[object] = set()
     for op in operators.all:
         for node in op.nodes:
             names = tuple(str(n.target) for n in node.all_input_nodes if _is_graph(n))
-            if names and names not in told:
-                told.add(names)
+            if names and names not in seen:
+                seen.add(names)
                 detail = f"what {node.target} runs is not planned and keeps the model's own precision"
                 yield Notice(place(node.name, op.module, op.source), detail)
 
