@@ -1,7 +1,7 @@
-"""Let the backward graph step parameters: `insert` adds updates to the joint graph, `settle` orders them afterwards.
+"""Let the backward graph step parameters: insert updates into the joint graph, and order them after the partition.
 
 An update must run after every reader of its parameter, views of the parameter included. Torch's partition knows neither
-rule, so `settle` moves the updates after the partition.
+rule, so `order_updates` moves the updates after the partition.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fxprec.passes.analysis.joint import JointGraph, is_view, results_of, set_re
 from fxprec.passes.analysis.replay.kernels import Kind, kind_of
 
 
-def insert(joint: JointGraph, inputs: Collection[int]) -> int:
+def insert_updates(joint: JointGraph, inputs: Collection[int]) -> int:
     """Replace the gradients of these captured inputs, among the results, by updates; return the number of updates."""
     graph, results = joint.graph, list(joint.results)
     count = 0
@@ -31,7 +31,7 @@ def insert(joint: JointGraph, inputs: Collection[int]) -> int:
     return count
 
 
-def settle(forward: GraphModule, backward: GraphModule) -> None:
+def order_updates(forward: GraphModule, backward: GraphModule) -> None:
     """Move each update behind its gradient and its parameter's last reader; backward returns None instead."""
     compat.writes_after_reading(ApplyUpdate.target)
     graph = backward.graph

@@ -26,7 +26,7 @@ from fxprec.passes.casts.written_inputs import copies_of_inputs, copy_written_in
 
 
 @dataclass(frozen=True)
-class Partition:
+class Partitioner:
     """The partitioner of one joint graph, built after fxprec's passes and before torch's own passes."""
 
     work: Work
@@ -48,14 +48,14 @@ class Partition:
         gone = [source for copy, source in self.copies.items() if copy not in left]
         if not self.work.has_crossings:
             compat.annotate_budget(gm.graph, self.traced)
-            for copy in self._copies_again():
+            for copy in self._recomputed_copies():
                 regions.mark(copy, CheckpointPolicy.MUST_RECOMPUTE)
-            return as_torch_does(gm, inputs, gone, **options)
-        tidy(gm, gone)
+            return min_cut_halves(gm, inputs, gone, **options)
+        prepare(gm, gone)
         drawn = {node for node in gm.graph.nodes if regions.backward_recomputes(node) and draws(node)}
         return compat.cut(gm, saved_values(self.work.joint), drawn, num_fwd_outputs=options["num_fwd_outputs"])
 
-    def _copies_again(self) -> list[Node]:
+    def _recomputed_copies(self) -> list[Node]:
         """Return the stored copies of parameters that backward recomputes from the parameter itself.
 
         Under an ``activation_memory_budget`` these are all copies, else the copies that only checkpointed regions read.
@@ -65,14 +65,16 @@ class Partition:
         return [n for n in copies if budget < 1 or regions.is_read_by_regions_only(source_of_copy(n))]
 
 
-def as_torch_does(gm: GraphModule, inputs: Sequence[object], copied: Collection[Node], **options: Any) -> compat.Halves:
+def min_cut_halves(
+    gm: GraphModule, inputs: Sequence[object], copied: Collection[Node], **options: Any
+) -> compat.Halves:
     """Return both halves as torch's min-cut partitions a graph; backward reads a copy of each input in ``copied``."""
-    for kept in tidy(gm, copied):
+    for kept in prepare(gm, copied):
         regions.mark(kept, CheckpointPolicy.MUST_SAVE)
     return compat.min_cut(gm, inputs, **options)
 
 
-def tidy(gm: GraphModule, copied: Collection[Node]) -> list[Node]:
+def prepare(gm: GraphModule, copied: Collection[Node]) -> list[Node]:
     """Prepare a graph for the partition: copy overwritten inputs, sum upsamplings' gradients, save random numbers.
 
     Torch's own passes would undo this. Return the nodes that must be saved.

@@ -28,14 +28,13 @@ from fxprec.passes.analysis.replay.step import drawn
 from fxprec.passes.analysis.saved_bytes import as_partitioned, copied_inputs, partitioned_size, read_by_backward
 from fxprec.passes.analysis.sizes import budget_note, ranges_of
 from fxprec.passes.analysis.tag_backward import tag_backward
-from fxprec.passes.apply_updates import insert as insert_updates
-from fxprec.passes.apply_updates import settle as settle_updates
+from fxprec.passes.apply_updates import insert_updates, order_updates
 from fxprec.passes.base import Work
 from fxprec.passes.lowering.lowered import Generated
 from fxprec.passes.lowering.nonfinite import keep_nonfinite
 from fxprec.passes.lowering.rows import rows_of
 from fxprec.passes.notice import readable
-from fxprec.passes.partition import Partition, as_torch_does
+from fxprec.passes.partition import Partitioner, min_cut_halves
 from fxprec.passes.pass_report import PassReport
 from fxprec.plan import PeakBytes, Plan
 from fxprec.report.watch import run_passes, write_plan
@@ -54,7 +53,7 @@ class JointCompilation(Attempt):
     saves_memory: bool = False  # the user has checkpoints or a memory budget
     ratio: tuple[float, int] | None = None  # torch's activation_memory_budget, and the bytes it is a share of
     passes: tuple[PassReport, ...] = ()
-    partitioned: Partition | None = None  # the partition that the passes decided
+    partitioner: Partitioner | None = None  # for the graph that the passes rewrote
     halves: Halves | None = None  # set once the plan is complete
     said: list[Said] = field(default_factory=list)  # warnings and events of the passes
 
@@ -102,7 +101,7 @@ class JointCompilation(Attempt):
             raise Stop(Retry(self.captured.capacity))
         if self.compiler.tensors is not None:
             self.compiler.tensors.expect(graph)
-        self.partitioned = Partition(work, known)
+        self.partitioner = Partitioner(work, known)
         if work.memory_budget < 1 and self.is_training:
             self.ratio = work.memory_budget, read_by_backward(joint)
         for notice in work.notices:
@@ -113,14 +112,14 @@ class JointCompilation(Attempt):
 
     def partition(self, gm: GraphModule, inputs: Sequence[object], **options: object) -> compat.Halves:
         """Partition the joint graph that the passes rewrote, or a graph nested in it."""
-        if self.partitioned is None or not JointGraph(gm.graph, self.captured.inputs).has_table:
-            return as_torch_does(gm, inputs, (), **options)
-        assert self.partitioned.work.joint.graph is gm.graph, "torch's passes edit the graph, and make no other"
+        if self.partitioner is None or not JointGraph(gm.graph, self.captured.inputs).has_table:
+            return min_cut_halves(gm, inputs, (), **options)
+        assert self.partitioner.work.joint.graph is gm.graph, "torch's passes edit the graph, and make no other"
         stepped = self.compiler.stepped
         if not self.is_training or not insert_updates(JointGraph(gm.graph, self.captured.inputs), stepped):
-            return self.partitioned(gm, inputs, **options)
-        forward, backward = self.partitioned(gm, inputs, **options)
-        settle_updates(forward, backward)
+            return self.partitioner(gm, inputs, **options)
+        forward, backward = self.partitioner(gm, inputs, **options)
+        order_updates(forward, backward)
         return forward, backward
 
     def _work(self, joint: JointGraph) -> Work:

@@ -21,7 +21,7 @@ from fxprec.ir import symbolic
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import is_backward, results_of
 from fxprec.passes.base import Work
-from fxprec.passes.partition import Partition
+from fxprec.passes.partition import Partitioner
 
 LAST = "write-plan"
 
@@ -47,14 +47,14 @@ class Cut:
 
 @pytest.fixture
 def cut(monkeypatch: pytest.MonkeyPatch) -> Cut:
-    found, call = Cut(), Partition.__call__
+    found, call = Cut(), Partitioner.__call__
 
-    def seen(self: Partition, gm: GraphModule, inputs: Any, **options: Any) -> compat.Halves:
+    def seen(self: Partitioner, gm: GraphModule, inputs: Any, **options: Any) -> compat.Halves:
         found.forward, found.backward = call(self, gm, inputs, **options)
         found.num_results = options["num_fwd_outputs"]
         return found.forward, found.backward
 
-    monkeypatch.setattr(Partition, "__call__", seen)
+    monkeypatch.setattr(Partitioner, "__call__", seen)
     return found
 
 
