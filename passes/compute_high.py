@@ -22,7 +22,7 @@ from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import factors_of, is_backward, is_view, operator_of, readers, tensor_of
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.notice import Notice
-from fxprec.passes.sites import emit, read_of, store_as
+from fxprec.passes.sites import emit, read_of, set_format
 from fxprec.passes.weigh_gemms import over_codes
 from fxprec.plan import Site
 from fxprec.plan.lines import named
@@ -116,15 +116,15 @@ class _Readers:
         if is_backward(q):
             keeps, nobody = self._is_multiplied, GRADIENT
             if not self.hi.has_float32_range and self.hi.torch_dtype is not None and not self._any(read, keeps):
-                narrow = self.work.book.stored_as("grad_output", self.hi)  # GEMMs multiply it in float16
-                store_as(narrow, q)
+                narrow = self.work.book.guarded_format("grad_output", self.hi)  # GEMMs multiply it in float16
+                set_format(narrow, q)
                 return "all", narrow, HALF_GRADIENT
         elif self._is_parameter(value):
             keeps, nobody = self._is_multiplied, PARAMETER
         elif regions.is_start(value):
             if not self._is_exact(value):
                 # Forward and its recomputation are the same nodes, so both read the one saved value.
-                store_as(self.hi, q)
+                set_format(self.hi, q)
                 return "all", self.hi, BOUNDARY
             keeps, nobody = self._is_multiplied, BOUNDARY
         elif regions.is_marked_recompute(value):

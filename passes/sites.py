@@ -112,9 +112,9 @@ class SiteBook:
                 site = replace(site, format=given.format, why=site.why if given.format == site.format else "")
         fmt = parse(site.format)
         self._refuse_unstorable(site, fmt)
-        return replace(site, format=self.stored_as(site.kind, fmt).name, promoted_at=promoted_at)
+        return replace(site, format=self.guarded_format(site.kind, fmt).name, promoted_at=promoted_at)
 
-    def stored_as(self, kind: str, fmt: Format) -> Format:
+    def guarded_format(self, kind: str, fmt: Format) -> Format:
         """Return ``fmt``, or its saturating variant if a gradient of this kind needs that."""
         if not self._is_guarded(kind, fmt):
             return fmt
@@ -210,7 +210,7 @@ def _with_nan(fmt: Format) -> Format:
     return replace(fmt, specials="fn", overflow="saturate") if fmt.nan_code is None else _saturating(fmt)
 
 
-def store_as(fmt: Format, q: Node) -> None:
+def set_format(fmt: Format, q: Node) -> None:
     """Change the format of a cast and of the nodes that read it back."""
     cast, val = Quantize.of(q), tensor_of(q)
     q.args = replace(cast, format=fmt.name).args

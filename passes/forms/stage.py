@@ -16,7 +16,7 @@ from fxprec.passes.analysis.joint import tensor_of
 from fxprec.passes.analysis.ways import Form
 from fxprec.passes.base import Work
 from fxprec.passes.casts.blocks import draw_seed
-from fxprec.passes.sites import emit, emit_call, insertion_point_after, store_as
+from fxprec.passes.sites import emit, emit_call, insertion_point_after, set_format
 
 if TYPE_CHECKING:
     from fxprec.passes.crossings.needs import Needs
@@ -49,7 +49,7 @@ class Stage:
     def store_copy(self, value: Node, fmt: Format) -> None:
         """Store a copy in the format ``fmt``, in place of a copy that is stored already."""
         for q in self.casts.get(value, ()):
-            store_as(fmt, q)
+            set_format(fmt, q)
             self.decoded[value] = next(iter(q.users))
         if value not in self.casts:
             self.decoded[value] = self._new_copy(value, fmt)
