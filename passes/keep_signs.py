@@ -99,8 +99,8 @@ def _kept_beyond(graph: Graph, x: Node, is_beyond: Callable[..., Any], bound: fl
     upwards = is_beyond is ops.aten.gt.Scalar
     beyond = emit(graph, is_beyond, (x, int(bound) if bound.is_integer() else bound), x)
     first, second = (_at_least, _at_most) if upwards else (_at_most, _at_least)
-    inside = x if _is_number(fmt, bound) else second(graph, x, beside(fmt, bound, not upwards))
-    outside = first(graph, x, beside(fmt, bound, upwards))
+    inside = x if _is_number(fmt, bound) else second(graph, x, next_number(fmt, bound, not upwards))
+    outside = first(graph, x, next_number(fmt, bound, upwards))
     return emit(graph, ops.aten.where.self, (beyond, outside, inside), x, val=x.meta["val"])
 
 
@@ -112,10 +112,10 @@ def _at_most(graph: Graph, x: Node, bound: float) -> Node:
     return emit(graph, ops.aten.clamp_max.default, (x, bound), x)
 
 
-def beside(fmt: Format, bound: float, upwards: bool) -> float:
+def next_number(fmt: Format, bound: float, upwards: bool) -> float:
     """Return the format's next number above ``bound``, or below it."""
     if bound < 0:
-        return -beside(fmt, -bound, not upwards)
+        return -next_number(fmt, -bound, not upwards)
     step = _step(fmt, bound)
     if upwards:
         return (math.floor(bound / step) + 1) * step

@@ -22,7 +22,7 @@ class Blocks(Form):
     """A copy in a block format that all its readers tolerate. No other value is recomputed from the copy."""
 
     copy: BlockFormat
-    beside: Format
+    row_format: Format
     """The format in the value's row of the plan, whose ``saved_as`` names the block format."""
     has_mask: bool = False
 
@@ -56,7 +56,7 @@ class Blocks(Form):
         return (SIGNS if value in stage.only_masks else self.copy).name
 
     def plan_row(self, site: Site, value: Node, stage: Stage) -> Site:
-        return replace(row_of(site, "narrow", self.beside.name, ""), saved_as=self.saved_as(value, stage))
+        return replace(row_of(site, "narrow", self.row_format.name, ""), saved_as=self.saved_as(value, stage))
 
     def matches_row(self, site: Site) -> bool:
         return site.way == "narrow" and site.saved_as == self.copy.name and site.promoted_at is None

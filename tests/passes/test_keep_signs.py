@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fxprec.ir.symbolic import Quantize, Rescale
 from fxprec.kernels.host import Offload
 from fxprec.numerics.formats import parse
-from fxprec.passes.keep_signs import beside
+from fxprec.passes.keep_signs import next_number
 from tests.helpers import compiled, eager_backend
 
 NAME = "keep-signs"
@@ -105,8 +105,8 @@ def test_the_number_beside_a_bound(name):
     codes = torch.arange(256, dtype=torch.uint8).view(fmt.torch_dtype).double()
     numbers = sorted(set(codes[codes.isfinite()].tolist()))
     for bound in (*numbers[1:-1], 0.3, -0.3, 5.9, 1e-4, -2.6):
-        assert beside(fmt, bound, upwards=True) == min(n for n in numbers if n > bound)
-        assert beside(fmt, bound, upwards=False) == max(n for n in numbers if n < bound)
+        assert next_number(fmt, bound, upwards=True) == min(n for n in numbers if n > bound)
+        assert next_number(fmt, bound, upwards=False) == max(n for n in numbers if n < bound)
 
 
 def test_bf16_has_exponents_enough_for_signs():
