@@ -56,10 +56,10 @@ class ChooseCrossings(Pass):
 
 def _choose(work: Work) -> None:
     needs = needs_of(work)
-    exactly = _read_exactly(needs)
+    high = _read_high(needs)
     for node, forms in needs.forms.items():
         low = tuple(form for form in forms if isinstance(form, Low))
-        if low and node not in exactly:  # backward reads nothing but the low copy
+        if low and node not in high:  # backward reads nothing but the low copy
             needs.forms[node] = low
     rates = Rates.of(work.joint.table.meta["val"].device)
     # A saved byte costs one pass over memory. Otherwise a value that is read low could be recomputed from a wide one.
@@ -74,9 +74,9 @@ def _choose(work: Work) -> None:
     _record_copies(work, needs, fit)
 
 
-def _read_exactly(needs: Needs) -> set[Node]:
-    """Return the values that backward reads exactly, and what views among them show: views are not saved."""
-    found, stack = set[Node](), [*needs.exactly]
+def _read_high(needs: Needs) -> set[Node]:
+    """Return the values that backward reads above 8 bits, and what views among them show: views are not saved."""
+    found, stack = set[Node](), [*needs.read_high]
     while stack:
         node = stack.pop()
         if node not in found:
@@ -134,9 +134,9 @@ def _record_copies(work: Work, needs: Needs, fit: Fit) -> None:
 
 
 def _inputs(work: Work, needs: Needs) -> set[Node]:
-    """Return the model's inputs that backward does not read exactly; parameters and buffers are left out."""
+    """Return the model's inputs that backward does not read above 8 bits; parameters and buffers are left out."""
     inputs = (node for node in work.joint.graph.find_nodes(op="placeholder") if value(node) is not None)
-    return {node for node in inputs if work.joint.describe(node).kind == "input"} - needs.exactly
+    return {node for node in inputs if work.joint.describe(node).kind == "input"} - needs.read_high
 
 
 def _fit_peak(work: Work) -> None:

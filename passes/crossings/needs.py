@@ -30,9 +30,9 @@ class Needs:
     """The forward values that backward needs, and the forms in which each may be kept."""
 
     step: Step
-    exactly: set[Node] = field(default_factory=set)
+    read_high: set[Node] = field(default_factory=set)
     """Values that backward reads as they are, or that 8 bits would spoil."""
-    roughly: set[Node] = field(default_factory=set)
+    read_low: set[Node] = field(default_factory=set)
     """Values of which backward reads a low copy."""
     forms: dict[Node, tuple[Form, ...]] = field(default_factory=dict)
     """The forms in which each value may be kept."""
@@ -78,7 +78,7 @@ def needs_of(work: Work) -> Needs:
                 continue
             fmt = parse(cast.format)
             is_low = fmt.bits < hi.bits
-            (needs.roughly if is_low else needs.exactly).add(cast.x)
+            (needs.read_low if is_low else needs.read_high).add(cast.x)
             needs.rows[cast.x] = cast.row
             copies.own[cast.x] = _unless_own(cast.x, hi if is_low else fmt)
             if is_low:
@@ -95,7 +95,7 @@ def needs_of(work: Work) -> Needs:
 
 
 def _need_itself(needs: Needs, copies: _Copies, wanted: Node) -> None:
-    needs.exactly.add(wanted)
+    needs.read_high.add(wanted)
     needs.read_as_it_is.add(wanted)
     copies.forbid(wanted)
 

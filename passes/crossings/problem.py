@@ -132,11 +132,11 @@ class Problem:
         """Return a key of a value. Values with equal keys may share their way."""
         val = value(node)
         shape = None if val is None else (str(val.dtype), *map(str, val.shape))
-        return node.target, shape, tuple(self.ways(node)), node in self.needs.exactly, node in self.needs.roughly
+        return node.target, shape, tuple(self.ways(node)), node in self.needs.read_high, node in self.needs.read_low
 
     def _closure(self) -> list[Node]:
         """Return the values that backward or a recomputation may need, in graph order."""
-        found, stack = set[Node](), [*self.needs.exactly, *self.needs.roughly]
+        found, stack = set[Node](), [*self.needs.read_high, *self.needs.read_low]
         while stack:
             node = stack.pop()
             if not self._needs_no_way(node) and node not in found:
@@ -172,9 +172,9 @@ class Problem:
 
     def demand(self, node: Node) -> Demand | None:
         """Return the demand that backward's own nodes have on a value, or None."""
-        if node in self.needs.exactly:
+        if node in self.needs.read_high:
             return Demand.READ
-        return Demand.READ_LOW if node in self.needs.roughly else None
+        return Demand.READ_LOW if node in self.needs.read_low else None
 
     def narrowest(self, node: Node) -> Form:
         """Return the form of fewest bytes that serves a value's readers in backward; repeated nodes do not count."""

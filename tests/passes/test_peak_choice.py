@@ -200,17 +200,17 @@ def chooser() -> Chooser:
 
 def completed(problem: Problem, kept: dict[Node, Way]) -> dict[Node, Way] | None:
     """Return a choice that keeps ``kept`` and computes all else again that is needed; None where it cannot."""
-    exactly, roughly, ways = set(problem.needs.exactly), set(problem.needs.roughly), dict(kept)
-    sources = {FROM_EXACT: exactly, FROM_ROUNDED: roughly}
+    high, low, ways = set(problem.needs.read_high), set(problem.needs.read_low), dict(kept)
+    sources = {FROM_EXACT: high, FROM_ROUNDED: low}
     of_others: set[Node] = set()  # what is computed again asks for
     for node in reversed(problem.nodes):
         way = kept.get(node)
-        if way is None and node in exactly | roughly:
-            way = ways[node] = FROM_EXACT if node in exactly else FROM_ROUNDED
+        if way is None and node in high | low:
+            way = ways[node] = FROM_EXACT if node in high else FROM_ROUNDED
             sources[way] |= problem.sources(node)
             of_others |= problem.sources(node)
         is_low = isinstance(way.form if isinstance(way, OnHost) else way, Low)
-        is_wrong = (is_low and node in exactly) or (isinstance(way, Blocks) and node in of_others)
+        is_wrong = (is_low and node in high) or (isinstance(way, Blocks) and node in of_others)
         if is_wrong or (way is not None and (node, way) not in problem.columns):
             return None
     return ways
