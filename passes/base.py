@@ -56,7 +56,7 @@ class GivenPeak:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InBlocks:
+class OperandFormats:
     """The block formats that one GEMM's operands are rounded to, one per product; None: that product stays high."""
 
     forward: BlockFormat | None = None
@@ -92,7 +92,7 @@ class Work:
     assignment = Filled[Assignment]("assign-precision")
     book = Filled[SiteBook]("insert-casts")
     answers: tuple[Answer, ...] = ()  # weigh-gemms, one per GEMM
-    in_blocks: tuple[InBlocks, ...] = ()  # block-gemms, one per GEMM, if the recipe rounds operands
+    operand_formats: tuple[OperandFormats, ...] = ()  # block-gemms, one per GEMM, if the recipe rounds operands
     has_crossings: bool = False  # choose-crossings: recomputed values have backward nodes; min-cut is not run
     peak: PeakBytes | None = None  # choose-crossings, under a peak budget
     peak_sizes: OtherSizes | None = None  # choose-crossings, under a peak budget and dynamic shapes

@@ -23,7 +23,7 @@ from fxprec.passes.analysis.float32_functions import float32_function
 from fxprec.passes.analysis.joint import input_at, is_backward, is_view, numel_hint, tensor_of
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.analysis.selection import covers
-from fxprec.passes.base import InBlocks, Pass, Work
+from fxprec.passes.base import OperandFormats, Pass, Work
 from fxprec.passes.casts.grouped import GroupedOperands
 from fxprec.passes.casts.operands import OperandCasts, Rounding
 from fxprec.passes.notice import Notice
@@ -40,7 +40,7 @@ KEPT_HIGH = "as keep_high asks"
 
 @dataclass(frozen=True)
 class BlockGemms(Pass):
-    """Fill ``work.in_blocks``, one entry per GEMM of the plan, and insert the casts of their operands."""
+    """Fill ``work.operand_formats``, one entry per GEMM of the plan, and insert the casts of their operands."""
 
     name: str = "block-gemms"
 
@@ -50,9 +50,9 @@ class BlockGemms(Pass):
             _notice_given(work)
             return
         rewrite = _Rewrite.of(work, operands)
-        work.in_blocks = tuple(rewrite.chosen(i, op) for i, op in enumerate(work.grouped.gemms))
+        work.operand_formats = tuple(rewrite.chosen(i, op) for i, op in enumerate(work.grouped.gemms))
         rewrite.run()
-        if work.given is None and not any(found.formats or found.is_kept_high for found in work.in_blocks):
+        if work.given is None and not any(found.formats or found.is_kept_high for found in work.operand_formats):
             _notice_none(work)
         work.remarks.append(_remark(work, operands))
 
@@ -70,7 +70,7 @@ def _notice_given(work: Work) -> None:
 
 def _notice_none(work: Work) -> None:
     """Add a notice that no GEMM's operands are rounded although the recipe has formats for them."""
-    for found in work.in_blocks[:1]:
+    for found in work.operand_formats[:1]:
         detail = f"recipe {work.settings.recipe.name!r} rounds no GEMM's operands here; of the first, {found.why}"
         work.notices.append(Notice("block-gemms", detail))
 
@@ -80,7 +80,7 @@ def _formats(gemm: Gemm) -> tuple[str, ...]:
 
 
 def _remark(work: Work, operands: Operands) -> str:
-    in_blocks = sum(bool(found.formats) for found in work.in_blocks)
+    rounded = sum(bool(found.formats) for found in work.operand_formats)
     names = ", ".join(f"{name} {fmt.name}" for name in PRODUCTS if (fmt := getattr(operands, name)) is not None)
     extras = [
         "weights in squares" if operands.square_weights else "",
@@ -92,7 +92,7 @@ def _remark(work: Work, operands: Operands) -> str:
         else "",
     ]
     said = "; ".join([names, *filter(None, extras)])
-    return f"block-gemms: {in_blocks} of {len(work.in_blocks)} GEMMs round their operands to blocks ({said})"
+    return f"block-gemms: {rounded} of {len(work.operand_formats)} GEMMs round their operands to blocks ({said})"
 
 
 @dataclass
@@ -110,7 +110,7 @@ class _Rewrite:
     def of(cls, work: Work, operands: Operands) -> _Rewrite:
         return cls(work, operands, frozenset(work.joint.made_of_tangents()), {})
 
-    def chosen(self, index: int, op: Operator) -> InBlocks:
+    def chosen(self, index: int, op: Operator) -> OperandFormats:
         """Choose the format of each product of one GEMM operator, and record the nodes to rewrite."""
         nodes = [node for node in (*op.nodes, *op.backward) if _is_matrix_product(node)]
         forward = [factor for node in nodes if not is_backward(node) for _, factor in _factors(node)]
@@ -120,9 +120,9 @@ class _Rewrite:
             why = TWO_VALUES if nodes else f"{op.aten} has no operands in blocks"
             if given is not None and any(_formats(given)):
                 self._notice(op, f"gemms[{index}] of the given plan has them in blocks, and {why}")
-            return InBlocks(why=why)
+            return OperandFormats(why=why)
         if given is None and self._is_kept_high(index, op):
-            return InBlocks(why=KEPT_HIGH, is_kept_high=True)
+            return OperandFormats(why=KEPT_HIGH, is_kept_high=True)
         formats: dict[Product, BlockFormat] = {}
         refused = ""
         for node in nodes:
@@ -140,7 +140,7 @@ class _Rewrite:
                 refused = refused or f"{product}: {reason}"
         if refused:
             self._notice(op, refused)
-        return InBlocks(
+        return OperandFormats(
             forward=formats.get("forward"),
             input_grad=formats.get("input_grad"),
             weight_grad=formats.get("weight_grad"),

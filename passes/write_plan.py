@@ -11,7 +11,7 @@ from fxprec.passes.analysis.assignment import Assignment
 from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.saved_bytes import SavedBytes
 from fxprec.passes.analysis.tensors import CountedTensor
-from fxprec.passes.base import InBlocks, Pass, Work
+from fxprec.passes.base import OperandFormats, Pass, Work
 from fxprec.plan import Gemm, Group, KindCounts, Plan
 from fxprec.plan.compare import another_model
 
@@ -59,15 +59,15 @@ def _gemms(work: Work) -> tuple[Gemm, ...]:
             group_after=after,
             pays=answer.pays,
             why=answer.why,
-            **{product: getattr(in_blocks, product).name for product in PRODUCTS if getattr(in_blocks, product)},
-            operands_why=in_blocks.why,
+            **{product: getattr(formats, product).name for product in PRODUCTS if getattr(formats, product)},
+            operands_why=formats.why,
         )
-        for i, (op, (before, after), answer, in_blocks) in enumerate(
+        for i, (op, (before, after), answer, formats) in enumerate(
             zip(
                 work.grouped.gemms,
                 work.grouped.grouping.borders,
                 work.answers,
-                work.in_blocks or (InBlocks(),) * len(work.answers),
+                work.operand_formats or (OperandFormats(),) * len(work.answers),
                 strict=True,
             )
         )

@@ -97,7 +97,7 @@ def test_a_plan_edited_by_hand_is_followed(tmp_path: Any) -> None:
     assert Plan.load(tmp_path / "plan.json") == edited
     with recorded_works() as works:
         trained(eager_backend(asked, plan=tmp_path / "plan.json"), model, x)
-    assert [found.forward is None for found in works[0].in_blocks] == [True, False]
+    assert [found.forward is None for found in works[0].operand_formats] == [True, False]
 
 
 def test_a_plan_without_operands_leaves_them_to_the_recipe(tmp_path: Any) -> None:
@@ -107,7 +107,7 @@ def test_a_plan_without_operands_leaves_them_to_the_recipe(tmp_path: Any) -> Non
     backend.plans[0].save(tmp_path / "plan.json")
     with recorded_works() as works:
         trained(eager_backend("mxfp8", plan=tmp_path / "plan.json"), model, x)
-    assert [len(found.formats) for found in works[0].in_blocks] == [2, 3]
+    assert [len(found.formats) for found in works[0].operand_formats] == [2, 3]
 
 
 def test_a_plan_with_operands_under_a_recipe_without_is_told(tmp_path: Any) -> None:
@@ -123,13 +123,13 @@ def test_a_plan_with_operands_under_a_recipe_without_is_told(tmp_path: Any) -> N
 
 
 def test_keep_high_holds_gemms_high() -> None:
-    found = ran(recipe="nvfp4", keep_high=("2",)).work.in_blocks
+    found = ran(recipe="nvfp4", keep_high=("2",)).work.operand_formats
     assert [len(of.formats) for of in found] == [2, 0]
     assert found[1].why == KEPT_HIGH
     backend = eager_backend("nvfp4", keep_high=("2",))
     trained(backend, layers(), batch())
     assert "GEMM 1 multiplies operands in bf16: as keep_high asks" in lines_about(backend, "addmm_1")
-    assert all(not of.formats for of in ran(recipe="nvfp4", keep_high="ends").work.in_blocks), "first and last"
+    assert all(not of.formats for of in ran(recipe="nvfp4", keep_high="ends").work.operand_formats), "first and last"
 
 
 def test_products_of_two_values_stay_high() -> None:
@@ -138,7 +138,7 @@ def test_products_of_two_values_stay_high() -> None:
             y = super().forward(x)
             return torch.softmax(y @ y.mT, -1) @ y
 
-    first, *rest = ran(Attention(64, 64), recipe="mxfp8").work.in_blocks
+    first, *rest = ran(Attention(64, 64), recipe="mxfp8").work.operand_formats
     assert len(first.formats) == 2
     assert [of.why for of in rest] == [TWO_VALUES] * 2
 
@@ -176,7 +176,7 @@ def test_a_batch_of_weights_is_rounded_too() -> None:
 def test_sizes_that_no_block_fits_are_left_and_the_user_is_told() -> None:
     model = nn.Sequential(nn.Linear(64, 40), nn.Linear(40, 8))
     found = ran(model, recipe="mxfp8")
-    first, last = found.work.in_blocks
+    first, last = found.work.operand_formats
     assert (first.formats, first.why) == ((first.forward, first.weight_grad), "")
     assert last.forward is None
     assert last.weight_grad is not None
@@ -192,7 +192,7 @@ def test_sizes_that_no_block_fits_are_left_and_the_user_is_told() -> None:
 def test_without_operands_nothing_changes() -> None:
     found = ran(recipe="bf16")
     assert found.is_unchanged()
-    assert found.work.in_blocks == ()
+    assert found.work.operand_formats == ()
 
 
 def test_operands_decoded_in_forward_are_none_of_backwards_copies() -> None:

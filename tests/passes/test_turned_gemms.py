@@ -56,7 +56,7 @@ def test_eden_turns_and_corrects_both_operands_of_the_gradients_products() -> No
 
 
 def test_sizes_that_no_turned_vector_fits_are_left_and_the_user_is_told() -> None:
-    first, last = ran(recipe=recipe(**{**NVFP4_EDEN, "eden": 64})).work.in_blocks
+    first, last = ran(recipe=recipe(**{**NVFP4_EDEN, "eden": 64})).work.operand_formats
     assert (len(first.formats), first.why) == (2, ""), "64 tokens; no gradient of the input"
     assert last.why == "input_grad: 32 is no multiple of 64, which a Hadamard matrix of that size needs"
 
