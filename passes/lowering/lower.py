@@ -132,7 +132,7 @@ def _generate(half: _Half) -> None:
         watched=half.counters.left,
         scaled=half.rows.scaled,
         without=half.without,
-        tears=half.device_type != "cuda",
+        splits_loops=half.device_type != "cuda",
     )
     half.counters.add_first(half.generated.watched, half.generated.counters)
 

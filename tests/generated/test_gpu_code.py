@@ -91,7 +91,9 @@ def risks_bytes(ptx: str) -> bool:
 @pytest.mark.parametrize("case", CASES)
 def test_both_halves_become_machine_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
     make, shape, options, lowering, arch = CASES[case]
-    monkeypatch.setattr("fxprec.passes.lowering.triton.untorn", lambda graph, regions: regions)  # all that can be made
+    monkeypatch.setattr(
+        "fxprec.passes.lowering.triton.without_split_loops", lambda graph, regions: regions
+    )  # all that can be made
     with torch._inductor.config.patch(fallback_random=True):  # Inductor's own makes tensors on the device
         halves = lowered_halves(monkeypatch, step(make, shape, **options), lowering, arch)
     assert len(halves) == 2, "forward and backward"

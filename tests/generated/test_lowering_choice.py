@@ -31,8 +31,8 @@ from fxprec.passes.analysis.traffic.estimate import Traffic
 from fxprec.passes.lowering.lower import lower
 from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.lowering.rows import WatchedRows
-from fxprec.passes.lowering.triton.borders import untorn
 from fxprec.passes.lowering.triton.regions import find_regions
+from fxprec.passes.lowering.triton.split_loops import without_split_loops
 from fxprec.passes.notice import Notice
 from fxprec.plan import Plan
 from fxprec.plan.explain import explain
@@ -186,10 +186,10 @@ def test_explain_says_which_lowering_was_taken() -> None:
 
 
 def regions(function: Callable[..., object], *inputs: Tensor) -> tuple[int, int]:
-    """Return how many regions there are, and how many tear nothing."""
+    """Return how many regions there are, and how many split no loop."""
     gm = half(function, *inputs)
     found = find_regions(gm.graph)
-    return len(found), len(untorn(gm.graph, found))
+    return len(found), len(without_split_loops(gm.graph, found))
 
 
 def test_a_region_between_tensors_in_memory_is_whole() -> None:

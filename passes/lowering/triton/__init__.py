@@ -13,12 +13,12 @@ from torch.fx import GraphModule, Node
 
 from fxprec.ir.symbolic import Dequantize, Quantize, Rescale
 from fxprec.passes.lowering.lowered import Generated
-from fxprec.passes.lowering.triton.borders import untorn
 from fxprec.passes.lowering.triton.kernel import Unprintable
 from fxprec.passes.lowering.triton.launch import KernelCalls, Launches
 from fxprec.passes.lowering.triton.printer import Tables, print_kernel
 from fxprec.passes.lowering.triton.regions import find_regions, in_order
 from fxprec.passes.lowering.triton.shapes_in_graph import SizeNodes
+from fxprec.passes.lowering.triton.split_loops import without_split_loops
 
 
 def call_generated(
@@ -28,12 +28,12 @@ def call_generated(
     watched: Collection[int],
     scaled: Collection[int],
     without: Collection[str] = (),
-    tears: bool = True,
+    splits_loops: bool = True,
 ) -> Generated:
     """Replace the regions of ``gm`` by calls of generated kernels, in place.
 
-    ``without`` names kernels that must not be used. If not ``tears``, Inductor keeps regions whose kernels would split
-    what it fuses. Symbolic operators outside of the kernels stay in the graph.
+    ``without`` names kernels that must not be used. If not ``splits_loops``, Inductor keeps regions whose kernels would
+    split what it fuses. Symbolic operators outside of the kernels stay in the graph.
     """
     graph = gm.graph
     sizes = SizeNodes(graph)
@@ -42,7 +42,7 @@ def call_generated(
     launches = Launches(graph, _table(gm), calls, sizes)
     left: list[tuple[str, str]] = []
     found = find_regions(graph)
-    for region in in_order(graph, found if tears else untorn(graph, found)):
+    for region in in_order(graph, found if splits_loops else without_split_loops(graph, found)):
         rows = [row for row in watched if row not in launches.watched]
         try:
             kernel = print_kernel(region, Tables(scaled, rows))

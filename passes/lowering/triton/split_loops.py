@@ -18,22 +18,22 @@ from fxprec.passes.analysis.replay.kernels import Kind, kind_of
 from fxprec.passes.lowering.triton.regions import Region, is_constant, outputs
 
 _SHARE = 8
-"""The bytes at torn borders may be 1 / ``_SHARE`` of the bytes that a region moves."""
+"""The extra bytes of split loops may be 1 / ``_SHARE`` of the bytes that a region moves."""
 _JOINED = torch.ops.aten.cat.default
 
 
-def untorn(graph: Graph, regions: Sequence[Region]) -> list[Region]:
-    """Return the regions to take. Repeats the test, since a region left to Inductor may tear the next one."""
-    taken, waits = list(regions), _Waits(graph)
+def without_split_loops(graph: Graph, regions: Sequence[Region]) -> list[Region]:
+    """Return the regions that split no loop. Repeat the test, since a region left to Inductor changes its result."""
+    taken, calls = list(regions), _LibraryCalls(graph)
     while True:
         members = {node for region in taken for node in region.members}
-        kept = [region for region in taken if not _is_torn(region, members, waits)]
+        kept = [region for region in taken if not _splits_loops(region, members, calls)]
         if len(kept) == len(taken):
             return kept
         taken = kept
 
 
-class _Waits:
+class _LibraryCalls:
     """For each node, the nodes that it waits for through a library call."""
 
     def __init__(self, graph: Graph) -> None:
@@ -42,25 +42,25 @@ class _Waits:
         self.before_calls: dict[Node, int] = {}
         """For each node, a bit mask of the nodes that earlier library calls wait for."""
         for node in graph.nodes:
-            before = behind = 0
+            before = before_calls = 0
             for source in node.all_input_nodes:
                 before |= self.before[source] | self.at[source]
-                behind |= self.before_calls[source]
+                before_calls |= self.before_calls[source]
                 if source.op == "call_function" and kind_of(source) is Kind.EXTERN:
-                    behind |= self.before[source]
-            self.before[node], self.before_calls[node] = before, behind
+                    before_calls |= self.before[source]
+            self.before[node], self.before_calls[node] = before, before_calls
 
-    def is_behind(self, reader: Node, region: Region) -> bool:
+    def is_after_call(self, reader: Node, region: Region) -> bool:
         """Return whether ``reader`` waits for a call that waits for the region."""
         return any(self.before_calls[reader] & self.at[node] for node in region.members)
 
 
-def _is_torn(region: Region, members: Collection[Node], waits: _Waits) -> bool:
+def _splits_loops(region: Region, members: Collection[Node], calls: _LibraryCalls) -> bool:
     read, written = _inputs(region), outputs(region)
     moved = sum(map(_bytes, (*read, *written)))
-    torn = sum(2 * _bytes(x) for x in read if _is_fused(x, members))
-    torn += sum(_torn(x, region, waits) for x in written)
-    return torn * _SHARE > moved
+    extra = sum(2 * _bytes(x) for x in read if _is_fused(x, members))
+    extra += sum(_extra_bytes(x, region, calls) for x in written)
+    return extra * _SHARE > moved
 
 
 def _inputs(region: Region) -> list[Node]:
@@ -78,12 +78,12 @@ def _is_fused(x: Node, members: Collection[Node]) -> bool:
     return not any(_needs_memory(reader) for reader in _readers(x))
 
 
-def _torn(x: Node, region: Region, waits: _Waits) -> int:
+def _extra_bytes(x: Node, region: Region, calls: _LibraryCalls) -> int:
     """Return the extra bytes of writing ``x`` and reading it again."""
     outside = [reader for reader in _readers(x) if reader not in region.members]
-    if not any(_is_loop(reader) and not waits.is_behind(reader, region) for reader in outside):
+    if not any(_is_loop(reader) and not calls.is_after_call(reader, region) for reader in outside):
         return 0
-    is_written = any(_needs_memory(reader) or waits.is_behind(reader, region) for reader in outside)
+    is_written = any(_needs_memory(reader) or calls.is_after_call(reader, region) for reader in outside)
     return _bytes(x) * (1 if is_written else 2)
 
 
