@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from fxprec.ir.symbolic import Dequantize, Quantize, Rescale, is_in_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import ops, signs
-from fxprec.passes.analysis.copies import code_readers
+from fxprec.passes.analysis.code_readers import code_readers
 from fxprec.passes.analysis.joint import is_backward, tensor_of
 from fxprec.passes.analysis.signs import TESTS_ABOVE, TESTS_BELOW
 from fxprec.passes.base import Pass, Work

@@ -16,7 +16,7 @@ from torch.fx import Node
 from fxprec.ir.symbolic import AS_STORED, CodedGemm, Dequantize, Quantize, Rescale, is_in_blocks
 from fxprec.numerics.blocks import BlockFormat, find
 from fxprec.numerics.formats import parse
-from fxprec.passes.analysis.copies import code_readers
+from fxprec.passes.analysis.code_readers import code_readers
 from fxprec.passes.base import Pass, Work
 from fxprec.plan.scales import Copy, ScaleGraph, Slot
 

@@ -97,7 +97,7 @@ class _Pattern:
             users, write = list(gemm.users), _Writer(gemm, gemm.next, aten.mul.Scalar)
             factor = write.power(k, 1, tensor_of(gemm).dtype)
             factor = factor if is_last else write(aten.unsqueeze.default, factor, -1)
-            _hand(users, gemm, write(aten.mul.Tensor, gemm, factor))
+            _replace_input(users, gemm, write(aten.mul.Tensor, gemm, factor))
 
     def _scale_product(self, write: _Writer) -> Node:
         """Scale the product; return each channel's k, (channels,) int32: its binades above the median plus `SLACK`."""
@@ -109,7 +109,7 @@ class _Pattern:
         beyond = write(aten.sub.Tensor, binade, write(aten.median.default, binade))
         k = write(aten.clamp_min.default, write(aten.sub.Tensor, beyond, SLACK), 0)
         k = write(aten.clamp_max.default, k, MOST)
-        _hand(users, x, write(aten.mul.Tensor, x, write.power(k, -1, val.dtype)))
+        _replace_input(users, x, write(aten.mul.Tensor, x, write.power(k, -1, val.dtype)))
         return k
 
 
@@ -144,7 +144,7 @@ class _Writer:
         return x if tensor_of(x).dtype == dtype else self(torch.ops.prims.convert_element_type.default, x, dtype)
 
 
-def _hand(users: Iterable[Node], x: Node, scaled: Node) -> None:
+def _replace_input(users: Iterable[Node], x: Node, scaled: Node) -> None:
     for user in users:
         user.replace_input_with(x, scaled)
 

@@ -18,7 +18,7 @@ from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize
 from fxprec.kernels.casts import Load, Round, RoundOver, Store, StoreOver
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.lowering.layout import prefer_channels_last
-from fxprec.passes.lowering.reuse import is_ours_alone
+from fxprec.passes.lowering.round_in_place import can_round_in_place
 
 
 def call_kernels(
@@ -49,7 +49,7 @@ def _store(graph: Graph, q: Node, cast: Quantize) -> Node:
         guard.replace_all_uses_with(kept.rounded)
         graph.erase_node(guard)
     keeps_codes = len(readers) < len(q.users) and not cast.is_simulated
-    overwrites = bool(readers) and is_ours_alone(cast.x)
+    overwrites = bool(readers) and can_round_in_place(cast.x)
     values, codes = cast.x, cast.x
     with graph.inserting_before(q):
         if overwrites and keeps_codes:

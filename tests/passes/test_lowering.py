@@ -28,7 +28,7 @@ from fxprec.numerics.rows import format_row
 from fxprec.passes.lowering.conversions import share_conversions, show_bytes_in_memory, widen_products
 from fxprec.passes.lowering.expand import _keep_nonfinite, _quantize, expand
 from fxprec.passes.lowering.layout import prefer_channels_last, share_channels_last
-from fxprec.passes.lowering.reuse import is_ours_alone
+from fxprec.passes.lowering.round_in_place import can_round_in_place
 
 aten = torch.ops.aten
 CONVERT = torch.ops.prims.convert_element_type.default
@@ -339,14 +339,14 @@ ALONE = {
 def test_only_memory_of_its_own_is_rounded_in_place(name):
     function, wanted = ALONE[name]
     _, q = _traced_with_a_quantize(function, PICTURES, KERNEL)
-    assert is_ours_alone(q.args[0]) is wanted
+    assert can_round_in_place(q.args[0]) is wanted
 
 
 def test_a_tensor_read_twice_is_not_rounded_in_place():
     graph, q = _traced_with_a_quantize(lambda x, w: aten.relu(x), PICTURES, KERNEL)
     with graph.inserting_before(q):
         graph.call_function(aten.neg.default, (q.args[0],))
-    assert not is_ours_alone(q.args[0])
+    assert not can_round_in_place(q.args[0])
 
 
 def test_what_a_convolution_touches_is_stored_channels_last():
@@ -355,7 +355,7 @@ def test_what_a_convolution_touches_is_stored_channels_last():
     prefer_channels_last(graph)
     force = q.args[0]
     assert (force.target, force.args) == (FORCE, (conv, [100, 1, 20, 4]))
-    assert is_ours_alone(force)
+    assert can_round_in_place(force)
     graph, q = _traced_with_a_quantize(ALONE["input"][0], PICTURES, KERNEL)
     with graph.inserting_after(q):
         reader = graph.call_function(symbolic.DEQUANTIZE, (q, *q.args[1:], torch.float32))
@@ -365,7 +365,7 @@ def test_what_a_convolution_touches_is_stored_channels_last():
         graph.call_function(aten.convolution.default, (reader, reader))
     prefer_channels_last(graph)
     assert q.args[0].target is FORCE
-    assert not is_ours_alone(q.args[0]), "it may be the input itself"
+    assert not can_round_in_place(q.args[0]), "it may be the input itself"
 
 
 def _convolved_twice(x, kernel, w, gradient):

@@ -17,12 +17,12 @@ _MAKES_NEW = ops.GEMMS | ops.GEMMS_BACKWARD | having(Trait.WRITES_NEW)
 _SUMS_AND_PRODUCTS = having(Trait.WRITES_NEW_OF_TWO)
 
 
-def is_ours_alone(x: Node) -> bool:
+def can_round_in_place(x: Node) -> bool:
     """Return whether ``x`` is a dense float32 tensor in its own memory that only one node reads."""
     if len(x.users) != 1 or not _is_dense_float(x):
         return False
     if x.target is _FORCE:  # returns its input if the strides are right already
-        return is_ours_alone(x.all_input_nodes[0])
+        return can_round_in_place(x.all_input_nodes[0])
     source = made_by(x)
     return source.target in _MAKES_NEW or (source.target in _SUMS_AND_PRODUCTS and _is_real_work(source))
 
