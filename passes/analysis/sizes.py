@@ -126,15 +126,15 @@ def budget_note(budget: int, shown: str, size: sympy.Expr, ranges: Ranges) -> Bu
     return BudgetNote(f"activation_budget {shown} holds {where}", has_largest) if where else None
 
 
-def where_all_fit(held: sympy.Tuple, room: int, ranges: Ranges) -> str | None:
-    """Return the sizes, as text, for which no value in ``held`` exceeds ``room``: "" for all, None if unknown.
+def where_all_fit(live: sympy.Tuple, room: int, ranges: Ranges) -> str | None:
+    """Return the sizes, as text, for which no value in ``live`` exceeds ``room``: "" for all, None if unknown.
 
     With several dimensions, the text has a part for each dimension, with the other dimensions as traced.
     """
-    ranges = used_in([held], ranges)
+    ranges = used_in([live], ranges)
     if not ranges:
         return ""
-    values = evaluated(held, ranges)
+    values = evaluated(live, ranges)
     if values is None:
         return None
 

@@ -52,13 +52,13 @@ class Order:
                 of_tangents.add(node)
         return cls({node: i for i, node in enumerate(graph.nodes)}, of_tangents)
 
-    def biased_by(self, copies: Collection[Node], bits: int, but: Collection[Node] = ()) -> Node | None:
+    def biased_by(self, copies: Collection[Node], bits: int, exempt: Collection[Node] = ()) -> Node | None:
         """Return the first reader in which errors of a copy, or of values computed from it, do not average out.
 
-        None if they average out in all. ``copies`` are the nodes that decode one stored copy; ``but`` are readers that
-        get another value instead.
+        None if they average out in all. ``copies`` are the nodes that decode one stored copy. Readers in ``exempt`` get
+        another value instead.
         """
-        return _Walk(self, averaged_over(bits), set(but)).first_biased(copies)
+        return _Walk(self, averaged_over(bits), set(exempt)).first_biased(copies)
 
 
 @dataclass
@@ -67,7 +67,7 @@ class _Walk:
 
     order: Order
     least: int
-    but: Collection[Node]
+    exempt: Collection[Node]
 
     def __post_init__(self) -> None:
         self.summed: dict[Node, int] = {}  # dependent node -> elements that its errors are averaged over, at least
@@ -82,7 +82,7 @@ class _Walk:
             at, node = heapq.heappop(self.ahead)
             if at > self.last:  # only gradients are left, in which backward is linear
                 return None
-            if node in seen or node in self.but or node.op == "output":
+            if node in seen or node in self.exempt or node.op == "output":
                 continue
             seen.add(node)
             if not self._is_linear(node):

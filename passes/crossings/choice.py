@@ -78,8 +78,8 @@ class Chooser:
     def __post_init__(self) -> None:
         step = self.problem.needs.step
         self._order = {n: i for half in (step.forward, step.backward) for i, n in enumerate(half)}
-        self._first, self._last = self._wanted_when()
-        self._left = self._left_when()
+        self._first_read, self._last_read = self._reads_in_backward()
+        self._last_read_in_forward = self._reads_in_forward()
         self._missed = 0.0  # the last peak bound that `within` could not reach
         self._lowest: Fit | None = None  # the choice of least peak found for that bound
 
@@ -219,7 +219,7 @@ class Chooser:
         kept = copied_inputs | {node: way for node, way in ways.items() if isinstance(way, Form) and node not in inputs}
         return Fit(Replay(needs.step, kept), ways, sum(self.problem.seconds(node, way) for node, way in ways.items()))
 
-    def _wanted_when(self) -> tuple[dict[Node, int], dict[Node, int]]:
+    def _reads_in_backward(self) -> tuple[dict[Node, int], dict[Node, int]]:
         """Return when backward first and last reads each value, by position among backward's nodes.
 
         For values that only repeated nodes read, the positions are estimates.
@@ -237,14 +237,14 @@ class Chooser:
                 first.setdefault(source, first[node])
         return first, last
 
-    def _left_when(self) -> dict[Node, int]:
+    def _reads_in_forward(self) -> dict[Node, int]:
         """Return when forward last reads each value, views included, by position among forward's nodes."""
-        left = dict[Node, int]()
+        last = dict[Node, int]()
         for position, node in reversed([*enumerate(self.problem.needs.step.forward)]):
-            left.setdefault(node, position)
+            last.setdefault(node, position)
             for source in map(self.problem.needs.step.undecoded, node.all_input_nodes):
-                left[source] = max(left.get(source, 0), left[node] if kind_of(node) is Kind.VIEW else position)
-        return left
+                last[source] = max(last.get(source, 0), last[node] if kind_of(node) is Kind.VIEW else position)
+        return last
 
     def _moments(self, fit: Fit, bound: Bound) -> Iterator[Moment]:
         """Yield the moments above a bound at which most bytes are live."""
@@ -286,13 +286,13 @@ class Chooser:
         """Estimate whether a value would be live while ``anchor`` runs, if backward got it in this way."""
         moment = self._order[anchor]
         if anchor not in self.problem.needs.step.backward_set:
-            is_left = way.is_on_host and moment > self._left[node]
-            return isinstance(way, Form) and self._order[node] <= moment and not is_left
-        if moment > self._last.get(node, -1):
+            is_gone = way.is_on_host and moment > self._last_read_in_forward[node]
+            return isinstance(way, Form) and self._order[node] <= moment and not is_gone
+        if moment > self._last_read.get(node, -1):
             return False
         if isinstance(way, Form) and not way.is_on_host:
             return True
-        return (way.is_on_host or _is_in_memory(node)) and self._first.get(node, moment + 1) <= moment
+        return (way.is_on_host or _is_in_memory(node)) and self._first_read.get(node, moment + 1) <= moment
 
 
 def _within(fits: Iterable[Fit], bound: Bound) -> list[Fit]:

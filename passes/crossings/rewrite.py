@@ -32,8 +32,9 @@ class Rewrite:
     work: Work
     needs: Needs
     fit: Fit
-    new: dict[Node, Node] = field(default_factory=dict)  # node -> the node that backward reads instead
-    left: set[Node] = field(default_factory=set)  # values that the partition repeats; their copies' readers read them
+    replacements: dict[Node, Node] = field(default_factory=dict)  # node -> the node that backward reads instead
+    repeated_by_partition: set[Node] = field(default_factory=set)
+    """Values that the partition repeats. Readers of their copies read them instead."""
 
     def __post_init__(self) -> None:
         self.graph: Graph = self.work.joint.graph
@@ -54,7 +55,7 @@ class Rewrite:
         for node, reader in self.fit.replay.repeated:
             self._repeat(node, reader)
         for reader in self.needs.step.backward:
-            self._read_new(reader)
+            self._read_replacements(reader)
         for value, casts in self.stage.casts.items():
             if value not in self.kept or self._is_moved_itself(value):
                 self._erase(casts)
@@ -73,9 +74,9 @@ class Rewrite:
         with self.graph.inserting_before(reader):
             back = self._in_backward(WaitReload(coming), node, copy)
             for x, read in Dequantize.among(list(copy.users)) if decoded is not None else ():
-                self.new[x] = self.stage.decoded[node] = self._in_backward(replace(read, q=back), node, x)
+                self.replacements[x] = self.stage.decoded[node] = self._in_backward(replace(read, q=back), node, x)
         if decoded is None:
-            self.new[node] = back
+            self.replacements[node] = back
 
     def _in_backward(self, call: Call, like: Node, shown: Node) -> Node:
         return emit_call(self.graph, call, like, backward=True, val=tensor_of(shown))
@@ -91,40 +92,42 @@ class Rewrite:
             or (node in self.needs.step.decoded and not any(self._changed(n) for n in node.all_input_nodes))
         ):
             return
-        sources = {n: self._there(n, reader) for n in node.all_input_nodes}
-        if is_repeated(node, self.work.joint) and all(there is n for n, there in sources.items()):
-            self.left.add(node)
+        sources = {n: self._replacement(n, reader) for n in node.all_input_nodes}
+        if is_repeated(node, self.work.joint) and all(new is n for n, new in sources.items()):
+            self.repeated_by_partition.add(node)
             return
         with self.graph.inserting_before(reader):
             repeat = emit(self.graph, operator_of(node), (), node, backward=True, val=node.meta.get("val"))
         repeat.args, repeat.kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: sources[n])
-        self.new[node] = repeat
+        self.replacements[node] = repeat
 
     def _changed(self, node: Node) -> bool:
         value = self.needs.step.casts.get(node)
-        return node in self.new or (value is not None and (value.x in self.new or value.x in self.left))
+        return node in self.replacements or (
+            value is not None and (value.x in self.replacements or value.x in self.repeated_by_partition)
+        )
 
-    def _there(self, node: Node, reader: Node) -> Node:
+    def _replacement(self, node: Node, reader: Node) -> Node:
         """Return the node that a recomputed node reads instead of ``node``."""
-        if node in self.new:
-            return self.new[node]
+        if node in self.replacements:
+            return self.replacements[node]
         cast = self.needs.step.casts.get(node)
-        if cast is not None and (cast.x in self.new or cast.x in self.left):
-            return self.stage.as_dtype(self.new.get(cast.x, cast.x), tensor_of(node).dtype, reader)
+        if cast is not None and (cast.x in self.replacements or cast.x in self.repeated_by_partition):
+            return self.stage.as_dtype(self.replacements.get(cast.x, cast.x), tensor_of(node).dtype, reader)
         if node in self.stage.decoded:  # a decode for a GEMM may have 16 bits
             return self.stage.as_dtype(self.stage.decoded[node], tensor_of(node).dtype, reader)
         if node.op == "placeholder" and not self._is_parameter(node):
-            self.new[node] = node  # backward's other nodes then read the input, too, instead of its low copy
+            self.replacements[node] = node  # backward's other nodes then read the input, too, instead of its low copy
         return node
 
     def _is_parameter(self, node: Node) -> bool:
         return self.work.joint.describe(node).kind in ("param", "table")
 
-    def _read_new(self, reader: Node) -> None:
+    def _read_replacements(self, reader: Node) -> None:
         for source in reader.all_input_nodes:
             is_kept = source.op == "placeholder" or (source in self.kept and not self.kept[source].is_on_host)
             if source not in self.needs.step.backward_set and not is_kept and self._changed(source):
-                reader.replace_input_with(source, self._there(source, reader))
+                reader.replace_input_with(source, self._replacement(source, reader))
 
     def _erase(self, casts: Iterable[Node]) -> None:
         for q in casts:

@@ -129,5 +129,5 @@ def test_what_no_table_knows_is_refused() -> None:
     graph.output((product, strange))
     order = Order.of(graph, [gradient])
     assert order.biased_by([copy], 4) is strange
-    assert order.biased_by([copy], 4, but=[strange]) is None
+    assert order.biased_by([copy], 4, exempt=[strange]) is None
     assert unbiased.Order.of(graph, []).biased_by([copy], 4) is strange

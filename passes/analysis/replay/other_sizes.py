@@ -46,7 +46,7 @@ class OtherSizes:
         """Return a message if a call's sizes exceed the budget by more than all calls before, else None."""
         sizes = tuple(_size(args, *self.places[s]) for s in self._symbols)
         if sizes not in self._seen:
-            self._seen[sizes] = 0 if self._held is None else math.ceil(max(self._held(*sizes)))
+            self._seen[sizes] = 0 if self._live is None else math.ceil(max(self._live(*sizes)))
         if self._seen[sizes] <= self._worst:
             return None
         self._worst = self._seen[sizes]
@@ -54,7 +54,7 @@ class OtherSizes:
         return f"a step of {shown} is predicted to hold {readable(self._worst)}, above {readable(self.room)}"
 
     @cached_property
-    def _held(self) -> Callable[..., Sequence[float]] | None:
+    def _live(self) -> Callable[..., Sequence[float]] | None:
         return evaluated(self.moments, self.ranges)
 
 
