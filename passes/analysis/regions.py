@@ -62,12 +62,12 @@ def is_marked(node: Node) -> bool:
 
 
 def are_in(graph: Graph) -> bool:
-    """Say whether checkpoints recompute any node of a joint graph in backward."""
+    """Return whether checkpoints recompute any node of a joint graph in backward."""
     return any(is_marked_recompute(node) for node in graph.nodes)
 
 
 def is_marked_recompute(node: Node) -> bool:
-    """Say whether the user's policy recomputes a node of a region in backward, nodes on the boundary included."""
+    """Return whether the user's policy recomputes a node of a region in backward, nodes on the boundary included."""
     return must_recompute(node) and REGION in node.meta
 
 
@@ -89,7 +89,7 @@ def is_boundary(node: Node) -> bool:
 
 
 def backward_recomputes(node: Node) -> bool:
-    """Say whether backward recomputes a forward node. A recomputed node on the boundary is saved instead."""
+    """Return whether backward recomputes a forward node. A recomputed node on the boundary is saved instead."""
     return is_marked_recompute(node) and not is_boundary(node)
 
 
@@ -99,7 +99,7 @@ def is_saved(node: Node) -> bool:
 
 
 def is_start(node: Node) -> bool:
-    """Say whether a recomputation starts from a forward value: a boundary, or a value that no region recomputes."""
+    """Return whether a recomputation starts from a forward value: a boundary, or a value that no region recomputes."""
     if is_marked_recompute(node):
         return is_boundary(node)
     return any(not is_backward(u) and is_marked_recompute(u) for u in readers_of(node))

@@ -23,12 +23,12 @@ def bounds(read: Node) -> set[tuple[object, float]]:
 
 
 def is_compared_with_0(read: Node) -> bool:
-    """Say whether backward compares a copy with 0."""
+    """Return whether backward compares a copy with 0."""
     return any(bound == 0 for _, bound in bounds(read))
 
 
 def tests_above_0(reader: Node) -> bool:
-    """Say whether a node tests which elements are above 0, or which are not."""
+    """Return whether a node tests which elements are above 0, or which are not."""
     return reader.target in TESTS_ABOVE and argument(reader, 1) == 0
 
 

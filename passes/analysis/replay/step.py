@@ -148,7 +148,7 @@ class Step:
         return node if cast is None else cast.x
 
     def needs_no_saving(self, node: Node) -> bool:
-        """Say whether backward has a value without saving it: an input, a constant, or a number."""
+        """Return whether backward has a value without saving it: an input, a constant, or a number."""
         holds_nothing = value(node) is None and not isinstance(node.meta.get("val"), list | tuple)
         return node.op != "call_function" or holds_nothing
 
