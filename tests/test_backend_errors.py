@@ -43,7 +43,10 @@ def assert_refused(kind: type[Exception], words: str, **options) -> None:
     ("options", "words"),
     [
         ({"recipee": "fp8"}, r"^unknown option 'recipee'; did you mean 'recipe'\?"),
-        ({"peak_buget": "5GB"}, r"did you mean 'peak_budget'\?.*; and optimizer and step_budget, which are those of"),
+        (
+            {"peak_buget": "5GB"},
+            r"did you mean 'peak_budget'\?.*; torch\.compile and fxprec\.Backend also take optimizer and step_budget",
+        ),
         ({"recipe": "FP8"}, r"^unknown recipe 'FP8'; did you mean 'fp8'\?"),
         ({"peak_budget": 0.5}, r"^peak_budget is 0.5; give it .* or a share, as text such as '60%'$"),
         ({"recipe": "hfp8", "storage": "native"}, r"torch has no dtype for 1-6-9.*use storage='packed'"),
@@ -161,7 +164,10 @@ def test_a_float64_model_is_refused_with_tensor_module_and_line() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.inner(x) * self.gain
 
-    words = r"gain \(.*test_backend_errors\.py:\d+\) is float64: fxprec holds float32, bfloat16 and float16 only; convert the model with \.float\(\), or"
+    words = (
+        r"gain \(.*test_backend_errors\.py:\d+\) is float64: fxprec holds float32, bfloat16 and float16 only; convert "
+        r"the model with \.float\(\), or"
+    )
     assert_refused(fxprec.LoweringError, words, model=Inside(), recipe="hfp8")
     torch.compiler.reset()
     with pytest.raises(fxprec.LoweringError, match=r"is float64"):
@@ -173,7 +179,10 @@ def test_a_float64_model_is_refused_with_tensor_module_and_line() -> None:
 def test_a_batch_that_torch_refuses_is_named_with_its_own_dtype(dtype: torch.dtype, recipe: str) -> None:
     """torch names the 16 bits that fxprec, or autocast, gave the weight: "Double and BFloat16"."""
     name = str(dtype).removeprefix("torch.")
-    words = rf"^args\.0 \(0\) is {name}, and a matrix product multiplies it with float32: .*; convert it with \.to\(torch\.float32\)$"
+    words = (
+        rf"^args\.0 \(0\) is {name}, and a matrix product multiplies it with float32: .*; convert it with "
+        r"\.to\(torch\.float32\)$"
+    )
     model, x = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), torch.ones(8, 16, dtype=dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxprec.FxprecWarning)

@@ -90,12 +90,13 @@ OPTIONS: Sequence[Case] = (
     ),
     option("unknown compute 'hihg'; did you mean 'high'?; allowed: 'high', or None", compute="hihg"),
     option(
-        "compute='stored' is gone: native and packed storage have operators read values, and round what is stored for "
-        "backward; leave compute out, or use storage='simulate'",
+        "compute='stored' was removed: with native and packed storage operators read unrounded values, and only the "
+        "copies saved for backward are rounded; leave compute out, or use storage='simulate'",
         compute="stored",
     ),
     option(
-        "compute='high' has operators read values, and storage='simulate' has them read rounded ones; leave compute out",
+        "compute='high' gives operators unrounded values, and storage='simulate' gives them rounded ones; leave "
+        "compute out",
         compute="high",
         storage="simulate",
     ),
@@ -117,7 +118,7 @@ OPTIONS: Sequence[Case] = (
     option("plan is 3; give it the path of a plan file, or None", plan=3),
     option(f"low_ratio and plan {TWO_GOALS}", low_ratio=0.5, plan="p"),
     option(f"low_ratio and activation_budget {TWO_GOALS}", low_ratio=0.5, activation_budget="1GiB"),
-    option("keep_high is the text 'a'; give it a tuple of patterns, ('a',), or 'ends'", keep_high="a"),
+    option("keep_high is the string 'a'; give it a tuple of patterns, ('a',), or 'ends'", keep_high="a"),
     option("keep_high is ('fc', 3); give it a tuple of module-name patterns, or 'ends'", keep_high=("fc", 3)),
     option("keep_high is ('',); give it a tuple of module-name patterns, or 'ends'", keep_high=("",)),
     option("promote_above is 0, out of range; give it a number above 0 and up to 1, or None", promote_above=0),
@@ -142,7 +143,7 @@ OPTIONS: Sequence[Case] = (
     option("seed is -1; give it an int of at least 0", seed=-1),
     option("seed is True; give it an int of at least 0", seed=True),
     case(ConfigError, "options is [('recipe', 'fp8')]; give it a dict", Config.from_options, [("recipe", "fp8")]),
-    case(ConfigError, "option name 3 is no text; the options are recipe,", Config.from_options, {3: 4}),
+    case(ConfigError, "option name 3 is not a string; the options are recipe,", Config.from_options, {3: 4}),
     scaling("underflow is 0.0; it must lie between 0 and 1, both excluded", underflow=0),
     scaling("underflow is 1.0; it must lie between 0 and 1, both excluded", underflow=1.0),
     scaling("underflow is True; give it a number between 0 and 1, both excluded", underflow=True),
@@ -169,12 +170,21 @@ RECIPES: Sequence[Case] = (
     recipe("recipe.smooth_swiglu is 1; give it True or False", smooth_swiglu=1),
     operands("operands.hadamard is 1; give it True or False", weight_grad="nvfp4", hadamard=1),
     operands("operands names no format; give one of forward, input_grad, weight_grad, or leave operands out"),
-    operands("operands.hadamard turns operands of weight_grad, which has no format", forward="nvfp4", hadamard=True),
+    operands(
+        "operands.hadamard rotates the operands of weight_grad, which has no format", forward="nvfp4", hadamard=True
+    ),
     operands("operands.stochastic rounds gradients, and neither input_grad nor", forward="nvfp4", stochastic=True),
     operands(
-        "operands.eden is True; give it the size of a turned vector, (16, 32, 64, 128)", weight_grad="nvfp4", eden=True
+        "operands.eden is True; give it the length of the vectors to rotate, one of (16, 32, 64, 128)",
+        weight_grad="nvfp4",
+        eden=True,
     ),
-    operands("operands.eden turns and rounds the operands that hadamard", weight_grad="nvfp4", eden=16, hadamard=True),
+    operands(
+        "operands.eden already rotates and rounds the operands that hadamard",
+        weight_grad="nvfp4",
+        eden=16,
+        hadamard=True,
+    ),
     operands("operands.eden rounds the operands of gradients, and neither", forward="nvfp4", eden=16),
     operands("operands.eden: the scales of mxfp4 are powers of two", weight_grad="mxfp4", eden=16),
     operands("operands.eden: blocks of 1-2-1/32:e4m3fn are larger than", weight_grad="1-2-1/32:e4m3fn", eden=16),

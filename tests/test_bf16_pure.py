@@ -79,7 +79,9 @@ def test_float32_weights_are_refused_by_name() -> None:
 
 def test_a_pure_recipe_of_ones_own_needs_16_bits() -> None:
     assert Recipe(hi="fp16", lo_forward="fp16", lo_backward="fp16", pure=True).pure
-    with pytest.raises(ConfigError, match=r"recipe\.pure wants a hi of 16 bits that torch has a dtype for, not 1-6-9"):
+    with pytest.raises(
+        ConfigError, match=r"recipe\.pure needs a 16-bit hi format that torch has a dtype for, not 1-6-9"
+    ):
         Recipe(hi="1-6-9", lo_forward="1-4-3", lo_backward="1-5-2", pure=True)
 
 

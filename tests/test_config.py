@@ -97,7 +97,7 @@ def test_compute_high_is_what_real_storage_does_and_no_option_any_more(recwarn):
 def test_compute_stored_of_a_pickle_is_refused_in_words():
     """A config of an earlier version has ``compute`` among its fields."""
     old = Config.__new__(Config)
-    with pytest.raises(ConfigError, match=r"^compute='stored' is gone: .*use storage='simulate'.*$"):
+    with pytest.raises(ConfigError, match=r"^compute='stored' was removed: .*use storage='simulate'.*$"):
         old.__setstate__({**vars(Config(recipe="fp8")), "compute": "stored"})
     old.__setstate__({**vars(Config(recipe="fp8")), "compute": "high"})
     assert old == Config(recipe="fp8")
@@ -143,7 +143,7 @@ def test_budget_is_stored_in_bytes(given_size, expected):
 def test_what_is_no_size_is_refused_with_examples(size):
     text = message_of(activation_budget=size)
     assert text == (
-        f"activation_budget is {size!r}, which is no size; give it a positive number of bytes, as an int or as text "
+        f"activation_budget is {size!r}, which is not a size; give it a positive number of bytes, as an int or as text "
         "such as '12GiB', '512MiB' or '1.5GB'"
     )
 

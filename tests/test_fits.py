@@ -242,7 +242,7 @@ def test_the_command_says_no_and_why_as_json() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("t.py:make --gpu much", "--gpu is 'much', which is no size"),
+        ("t.py:make --gpu much", "--gpu is 'much', which is not a size"),
         ("t.py:make --gpu 1GiB --batch 0", "--batch is 0; give it 1 or more"),
         ("t.py:make --gpu 1GiB --sequence 0", "--sequence is 0; give it 1 or more"),
         ("t.py:images --gpu 1GiB --sequence 9", "its first input has 4 dimensions, so the second is no sequence"),

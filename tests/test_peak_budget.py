@@ -272,28 +272,33 @@ def test_what_forward_decided_is_not_decided_again(monkeypatch: pytest.MonkeyPat
         ({"peak_budget": 0}, "peak_budget is 0, not positive"),
         ({"peak_budget": -1}, "peak_budget is -1, not positive"),
         ({"peak_budget": float("nan")}, "peak_budget is nan; give it"),
-        ({"peak_budget": "12 gibi"}, "peak_budget is '12 gibi', which is no size"),
+        ({"peak_budget": "12 gibi"}, "peak_budget is '12 gibi', which is not a size"),
         ({"peak_budget": "0%"}, "peak_budget is '0%'; give it a share above 0% and up to 100%"),
         ({"peak_budget": "120%"}, "peak_budget is '120%'; give it a share above 0% and up to 100%"),
         ({"peak_budget": "x%"}, "peak_budget is 'x%'; give it a share above 0% and up to 100%"),
         ({"ways": ()}, r"ways is \(\); give it a tuple of some of 'narrow', 'int4', 'int2', 'recompute', 'off"),
         ({"ways": ("shrink",)}, "unknown ways 'shrink'; allowed: .*'offload'"),
-        ({"ways": ("offload",)}, "ways says how a peak budget is met, and none is given; give peak_budget too"),
+        (
+            {"ways": ("offload",)},
+            "ways says how a peak budget is met, and no peak_budget is given; give peak_budget too",
+        ),
         (
             {"peak_budget": 9, "ways": ("offload",), "mode": "reduce-overhead"},
-            "ways has 'offload', and mode='reduce-overhead' records CUDA graphs, which copies .*; choose mode='default'",
+            "ways has 'offload', and mode='reduce-overhead' records CUDA graphs, which cannot .*; choose "
+            "mode='default'",
         ),
         ({"ways": ("int3", "recompute")}, r"unknown ways 'int3'; did you mean 'int4'\?"),
-        ({"ways": ("int4",), "recipe": "bf16"}, "no tensor of recipe 'bf16' is low; use it with fp8, or leave it out"),
+        ({"ways": ("int4",), "recipe": "bf16"}, "recipe 'bf16' has no low tensors; use it with fp8, or leave it out"),
         (
             {"peak_budget": 9, "activation_budget": 9},
-            "peak_budget and activation_budget are both given, and activation_budget bounds what is saved for backward, "
+            "peak_budget and activation_budget are both given, and activation_budget bounds what is saved for "
+            "backward, "
             "which peak_budget does too; keep one of them",
         ),
-        ({"peak_budget": 9, "plan": "p.json"}, "peak_budget and plan are both given, and plan says of each value"),
+        ({"peak_budget": 9, "plan": "p.json"}, "peak_budget and plan are both given, and plan says how each value"),
         (
             {"peak_budget": 9, "storage": "simulate"},
-            "peak_budget bounds what a step holds where operators read values, .* rounded ones; leave storage out",
+            "peak_budget bounds what a step holds when operators read unrounded values, .* rounded ones; leave storage out",
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

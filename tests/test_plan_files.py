@@ -118,7 +118,7 @@ HUGE = 10**400
         (
             ("recipe", "operands"),
             {"weight_grad": "nvfp4", "eden": 8},
-            "operands.eden is 8; give it the size of a turned",
+            "operands.eden is 8; give it the length of the vectors to rotate",
         ),
         (("saved_bytes",), {"fp32": 1, "planned": None}, "saved_bytes.planned: is None; it must be an int"),
         (("schema",), 2, "schema: is 2, and this fxprec reads 1; plan again with this version, or install"),

@@ -40,7 +40,7 @@ def test_its_text_names_it(vectors: str, gemms: set[torch.dtype], threads: int) 
         ("avx2:0", r"cpu has '0' for its threads"),
         ("avx2:99999999999999999999", r"cpu has '9+' for its threads"),
         ("avx2:\u0664", r"for its threads"),
-        (512, r"cpu is 512; give it a text such as 'avx2', 'avx512\+bf16' or, .*, or None"),
+        (512, r"cpu is 512; give it a string such as 'avx2', 'avx512\+bf16' or, .*, or None"),
     ],
 )
 def test_a_wrong_one_is_an_error(cpu: object, words: str) -> None:

@@ -285,8 +285,8 @@ def test_dynamic_shapes_stay_in_8_bits_and_say_so():
         ({"recipe": "fp8+"}, "recipe 'fp8+' names no block format after '+'; write for instance 'fp8+"),
         (
             {"recipe": "bf16+int4"},
-            "recipe.saved is int4, for copies of low tensors that only backward reads, and no tensor of recipe "
-            "'bf16+int4' is low; use it with fp8",
+            "recipe.saved is int4, a format for copies of low tensors that only backward reads, and recipe "
+            "'bf16+int4' has no low tensors; use it with fp8",
         ),
         ({"recipe": "hfp8+int4"}, "use storage='native' or storage='packed'"),
         ({"recipe": "fp8+int4", "storage": "simulate"}, "stores no copies"),
@@ -306,7 +306,7 @@ def test_a_recipe_says_what_is_saved():
     assert find_recipe("fp8+int4").to_dict()["saved"] == "int4"
     with pytest.raises(
         ConfigError,
-        match=r"recipe\.lo_forward is the block format 'mxfp4', which only what is saved can have; use saved=",
+        match=r"recipe\.lo_forward is the block format 'mxfp4', which only saved copies can have; use saved=",
     ):
         Recipe(hi="bf16", lo_forward="mxfp4", lo_backward="e5m2")
     with pytest.raises(ConfigError, match="or its name, such as 'int4'"):

@@ -176,11 +176,12 @@ def test_a_pattern_that_matches_nothing_teaches(pattern, words, tmp_path, recwar
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"dump_tensors": "layers.3"}, "dump_tensors is the text 'layers.3'; give it a tuple, ('layers.3',)"),
+        ({"dump_tensors": "layers.3"}, "dump_tensors is the string 'layers.3'; give it a tuple, ('layers.3',)"),
         ({"dump_tensors": ()}, "give it a tuple of patterns 'module:kind'"),
         (
             {"dump_tensors": ("a:grad_outputs",)},
-            "unknown kind of tensor in dump_tensors pattern 'a:grad_outputs': 'grad_outputs'; did you mean 'grad_output'?; allo",
+            "unknown kind of tensor in dump_tensors pattern 'a:grad_outputs': 'grad_outputs'; did you mean "
+            "'grad_output'?; allo",
         ),
         ({"dump_tensors": (":output",)}, "dump_tensors pattern ':output' names no module or tensor; write '*:output'"),
         ({"dump_every": 0}, "dump_every is 0; give it an int of at least 1"),
@@ -188,7 +189,7 @@ def test_a_pattern_that_matches_nothing_teaches(pattern, words, tmp_path, recwar
         ({"dump_limit": False}, "dump_limit is False"),
         (
             {"dump_limit": "much"},
-            "dump_limit is 'much', which is no size; give it a positive number of bytes, as an int",
+            "dump_limit is 'much', which is not a size; give it a positive number of bytes, as an int",
         ),
     ],
 )

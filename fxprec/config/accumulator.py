@@ -56,7 +56,7 @@ def _format(name: str, value: object) -> Format:
         raise ConfigError(f"{field}: {error}") from None
     if found.mantissa_bits == 22:
         raise ConfigError(
-            f"{field} is {found.name}, one mantissa bit short of float32, which carries the sums and would round them "
-            "twice; use at most 21 mantissa bits, or 'fp32'"
+            f"{field} is {found.name}, which has one mantissa bit less than float32: sums are computed in float32 and "
+            "would be rounded twice; use at most 21 mantissa bits, or 'fp32'"
         )
     return found

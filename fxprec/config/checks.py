@@ -111,7 +111,7 @@ def byte_size(field: str, value: object, *, or_zero: bool = False, or_else: str 
     if isinstance(value, str):
         found = _parse_size(value)
         if found is None:
-            raise ConfigError(f"{field} is {value!r}, which is no size; give it {allowed}")
+            raise ConfigError(f"{field} is {value!r}, which is not a size; give it {allowed}")
     elif isinstance(value, bool) or not isinstance(value, Integral):
         raise ConfigError(f"{field} is {value!r}; give it {allowed}")
     else:

@@ -226,7 +226,7 @@ class Config:
             raise ConfigError(f"options is {options!r}; give it a dict such as {{'recipe': 'fp8', 'low_ratio': 0.6}}")
         for name in options:
             if not isinstance(name, str):
-                raise ConfigError(f"option name {name!r} is no text; the options are {', '.join(_names())}")
+                raise ConfigError(f"option name {name!r} is not a string; the options are {', '.join(_names())}")
         return cls(**options)
 
     def to_dict(self) -> dict[str, Any]:
@@ -268,7 +268,7 @@ ALLOWED: Mapping[str, str] = {
     "peak_budget": "bytes as a positive int, text such as '12GiB' or '60%', or None",
     "ways": f"a tuple of some of {', '.join(map(repr, WAYS[:-1]))} and {WAYS[-1]!r}, or None",
     "allocator": "'compact', 'system' or None",
-    "cpu": f"a text such as {EXAMPLES}, or None",
+    "cpu": f"a string such as {EXAMPLES}, or None",
     "plan": "the path of a plan file or None",
     "keep_high": "a tuple of module-name patterns, or 'ends'",
     "promote_above": "a number above 0 and up to 1, or None",
@@ -300,8 +300,8 @@ def _refuse_unknown(options: Mapping[str, object]) -> None:
             near = next((k for k in known if repr(k) in hint), None)
             takes = f" It takes {ALLOWED[near]}. The" if near else "; the"
             raise ConfigError(
-                f"unknown option {name!r}{hint}{takes} options are {', '.join(known)}; and optimizer and step_budget, "
-                "which are those of torch.compile and of fxprec.Backend"
+                f"unknown option {name!r}{hint}{takes} options are {', '.join(known)}; torch.compile and "
+                "fxprec.Backend also take optimizer and step_budget"
             )
 
 
@@ -316,13 +316,14 @@ def _check_compute(compute: object, storage: str | None) -> None:
         return
     if compute == "stored":
         raise ConfigError(
-            "compute='stored' is gone: native and packed storage have operators read values, and round what is stored "
-            "for backward; leave compute out, or use storage='simulate', which rounds for every reader, as papers do"
+            "compute='stored' was removed: with native and packed storage operators read unrounded values, and only "
+            "the copies saved for backward are rounded; leave compute out, or use storage='simulate', which rounds for "
+            "every reader, as papers do"
         )
     one_of("compute", compute, ("high",), "or None")
     if storage == "simulate":
         raise ConfigError(
-            "compute='high' has operators read values, and storage='simulate' has them read rounded ones; leave "
+            "compute='high' gives operators unrounded values, and storage='simulate' gives them rounded ones; leave "
             "compute out, or choose storage='native' or 'packed'"
         )
 
@@ -331,7 +332,7 @@ def _patterns(value: object) -> tuple[str, ...] | Literal["ends"]:
     if value == "ends":
         return "ends"
     if isinstance(value, str):
-        raise ConfigError(f"keep_high is the text {value!r}; give it a tuple of patterns, ({value!r},), or 'ends'")
+        raise ConfigError(f"keep_high is the string {value!r}; give it a tuple of patterns, ({value!r},), or 'ends'")
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
         raise ConfigError(f"keep_high is {value!r}; give it {ALLOWED['keep_high']}")
     return tuple(value)
@@ -342,13 +343,13 @@ def _refuse_blocks(config: Config, recipe: Recipe) -> None:
     asked = [way for way in config.ways or () if way in BLOCK_WAYS]
     if asked and recipe.lo_forward == recipe.hi:
         raise ConfigError(
-            f"ways has {asked[0]!r}, for copies of low tensors, and no tensor of recipe {recipe.name!r} is low; use it "
-            "with fp8, or leave it out"
+            f"ways has {asked[0]!r}, a format for copies of low tensors, and recipe {recipe.name!r} has no low "
+            "tensors; use it with fp8, or leave it out"
         )
     if recipe.saved is None:
         return
-    said = f"recipe.saved is {recipe.saved.name}, for copies of low tensors that only backward reads, and "
+    said = f"recipe.saved is {recipe.saved.name}, a format for copies of low tensors that only backward reads, and "
     if recipe.lo_forward == recipe.hi:
-        raise ConfigError(f"{said}no tensor of recipe {recipe.name!r} is low; use it with fp8, as 'fp8+int4'")
+        raise ConfigError(f"{said}recipe {recipe.name!r} has no low tensors; use it with fp8, as 'fp8+int4'")
     if config.storage == "simulate" or (config.storage is None and without_dtype(recipe)):
         raise ConfigError(f"{said}storage='simulate' stores no copies; use storage='native' or storage='packed'")

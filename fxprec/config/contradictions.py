@@ -34,14 +34,14 @@ def refuse_contradictions(config: Config) -> None:
         )
     if config.accumulator is not None and config.storage not in (None, "simulate"):
         raise ConfigError(
-            f"accumulator simulates sums that no machine has, and storage={config.storage!r} computes GEMMs on the "
-            "machine's own; use storage='simulate' or leave accumulator out"
+            f"accumulator simulates sums that no hardware computes, and storage={config.storage!r} runs GEMMs on the "
+            "hardware's own accumulators; use storage='simulate' or leave accumulator out"
         )
     if config.peak_budget is not None:
         _refuse_with_peak(config)
     elif config.ways is not None:
         raise ConfigError(
-            "ways says how a peak budget is met, and none is given; give peak_budget too, or leave ways out"
+            "ways says how a peak budget is met, and no peak_budget is given; give peak_budget too, or leave ways out"
         )
     goals = ("low_ratio", "activation_budget", "plan")
     given = [name for name in goals if getattr(config, name) is not None]
@@ -54,7 +54,7 @@ def refuse_contradictions(config: Config) -> None:
 def _refuse_with_peak(config: Config) -> None:
     for name, why in (
         ("activation_budget", "bounds what is saved for backward, which peak_budget does too"),
-        ("plan", "says of each value how it is kept, which peak_budget decides too"),
+        ("plan", "says how each value is kept, which peak_budget decides too"),
     ):
         if getattr(config, name) is not None:
             raise ConfigError(
@@ -62,11 +62,11 @@ def _refuse_with_peak(config: Config) -> None:
             )
     if "offload" in (config.ways or ()) and config.mode in ("reduce-overhead", "max-autotune"):
         raise ConfigError(
-            f"ways has 'offload', and mode={config.mode!r} records CUDA graphs, which copies to host memory are no "
-            "part of; choose mode='default' or 'max-autotune-no-cudagraphs', or leave 'offload' out"
+            f"ways has 'offload', and mode={config.mode!r} records CUDA graphs, which cannot contain copies to host "
+            "memory; choose mode='default' or 'max-autotune-no-cudagraphs', or leave 'offload' out"
         )
     if config.storage == "simulate":
         raise ConfigError(
-            "peak_budget bounds what a step holds where operators read values, and storage='simulate' has them read "
-            "rounded ones; leave storage out, or leave peak_budget out"
+            "peak_budget bounds what a step holds when operators read unrounded values, and storage='simulate' gives "
+            "them rounded ones; leave storage out, or leave peak_budget out"
         )

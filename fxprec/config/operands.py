@@ -55,14 +55,16 @@ class Operands(Options):
         for flag in _FLAGS:
             checks.boolean(f"operands.{flag}", getattr(self, flag))
         if isinstance(self.eden, bool) or self.eden not in (0, *TURNS):
-            raise ConfigError(f"operands.eden is {self.eden!r}; give it the size of a turned vector, {TURNS}, or 0")
+            raise ConfigError(
+                f"operands.eden is {self.eden!r}; give it the length of the vectors to rotate, one of {TURNS}, or 0"
+            )
         checks.integer("operands.high_after", self.high_after, least=0)
         if not any(getattr(self, name) for name in PRODUCTS):
             raise ConfigError(f"operands names no format; give one of {', '.join(PRODUCTS)}, or leave operands out")
         if self.square_weights:
             self._check_squares()
         if self.hadamard and self.weight_grad is None:
-            raise ConfigError("operands.hadamard turns operands of weight_grad, which has no format; give it one")
+            raise ConfigError("operands.hadamard rotates the operands of weight_grad, which has no format; give it one")
         if self.stochastic and self.input_grad is None and self.weight_grad is None:
             raise ConfigError(
                 "operands.stochastic rounds gradients, and neither input_grad nor weight_grad has a format; give one"
@@ -73,7 +75,8 @@ class Operands(Options):
     def _check_eden(self) -> None:
         if self.hadamard or self.stochastic:
             raise ConfigError(
-                "operands.eden turns and rounds the operands that hadamard and stochastic would; leave these out"
+                "operands.eden already rotates and rounds the operands that hadamard and stochastic are for; leave "
+                "these two out"
             )
         found = [fmt for fmt in (self.input_grad, self.weight_grad) if fmt is not None]
         if not found:
@@ -115,7 +118,7 @@ def eden_refusal(fmt: BlockFormat, size: int) -> str | None:
     if fmt.has_power_scale:
         return f"the scales of {fmt.name} are powers of two, which cannot be corrected by a few percent"
     if fmt.block > size:
-        return f"blocks of {fmt.name} are larger than the {size} elements that are turned together"
+        return f"blocks of {fmt.name} are larger than the {size} elements that are rotated together"
     return None
 
 

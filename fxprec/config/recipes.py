@@ -56,7 +56,7 @@ class Recipe(Options):
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(f"recipe.name is {self.name!r}; give it a non-empty text")
         if self.pure and (self.hi.torch_dtype is None or self.hi.bits != 16):
-            raise ConfigError(f"recipe.pure wants a hi of 16 bits that torch has a dtype for, not {self.hi.name}")
+            raise ConfigError(f"recipe.pure needs a 16-bit hi format that torch has a dtype for, not {self.hi.name}")
         for role in ("lo_forward", "lo_backward"):
             low: Format = getattr(self, role)
             if low.bits > self.hi.bits:
@@ -117,7 +117,7 @@ def _format(role: str, value: object) -> Format:
             f"recipe.{role} is {value!r}; give it a fxprec.Format or a format name such as 'e5m2' or '1-4-3+4'"
         )
     if value.strip().lower() in blocks.NAMED:
-        raise ConfigError(f"recipe.{role} is the block format {value!r}, which only what is saved can have; use saved=")
+        raise ConfigError(f"recipe.{role} is the block format {value!r}, which only saved copies can have; use saved=")
     try:
         return parse(value)
     except FormatError as error:

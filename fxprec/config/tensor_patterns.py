@@ -40,7 +40,7 @@ def tensor_patterns(field: str, value: object) -> tuple[str, ...] | None:
         return None
     allowed = f"a tuple of patterns 'module:kind', such as ('layers.3.*:grad_output',); kinds are {', '.join(KINDS)}"
     if isinstance(value, str):
-        raise ConfigError(f"{field} is the text {value!r}; give it a tuple, ({value!r},)")
+        raise ConfigError(f"{field} is the string {value!r}; give it a tuple, ({value!r},)")
     if not isinstance(value, Sequence) or not value or not all(isinstance(v, str) for v in value):
         raise ConfigError(f"{field} is {value!r}; give it {allowed}")
     for text in value:

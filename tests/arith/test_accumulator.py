@@ -168,13 +168,13 @@ def test_fused_attention_keeps_its_sums_and_says_so() -> None:
     [
         (
             {"accumulator": "1-6-9", "storage": "packed"},
-            "^accumulator simulates sums that no machine has, and storage='packed' computes GEMMs on the machine's own; "
-            "use storage='simulate' or leave accumulator out",
+            "^accumulator simulates sums that no hardware computes, and storage='packed' runs GEMMs on the hardware's "
+            "own accumulators; use storage='simulate' or leave accumulator out",
         ),
         (
             {"accumulator": "1-8-22"},
-            "^accumulator is 1-8-22, one mantissa bit short of float32, which carries the sums and would round them "
-            "twice; use at most 21 mantissa bits",
+            "^accumulator is 1-8-22, which has one mantissa bit less than float32: sums are computed in float32 and "
+            "would be rounded twice; use at most 21 mantissa bits",
         ),
         ({"accumulator": 16}, "accumulator is 16; give it a fxprec.Format, its name"),
         (

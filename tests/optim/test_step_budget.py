@@ -82,7 +82,8 @@ def test_frozen_parameters_count_too() -> None:
 def test_states_in_8_bits_leave_more_for_the_step() -> None:
     model = layers()
     words = (
-        r"^step_budget is 20\.00 MiB .*; weights take 8\.00 MiB .*, optimizer states 16\.00 MiB .*; beside them the least "
+        r"^step_budget is 20\.00 MiB .*; weights take 8\.00 MiB .*, optimizer states 16\.00 MiB .*; beside them the "
+        r"least "
         r"peak found holds 1\.\d+ MiB .* among them; raise it to 25\.\d+ MiB \(\d+ bytes\), give the optimizer "
         r"states='8bit', which take 4\.\d+ MiB"
     )
@@ -231,7 +232,7 @@ def test_a_graph_break_is_refused() -> None:
     [
         ({"optimizer": None}, "no optimizer is given; give option optimizer too"),
         ({"peak_budget": "50%"}, "step_budget and peak_budget are both given"),
-        ({"step_budget": "much"}, "step_budget is 'much', which is no size"),
+        ({"step_budget": "much"}, "step_budget is 'much', which is not a size"),
         ({"activation_budget": "1MiB"}, "activation_budget"),
     ],
 )
