@@ -278,7 +278,7 @@ def test_a_graph_on_two_gpus_is_refused() -> None:
     """The table lay on one of them, by the order of a set."""
     with FakeTensorMode():
         examples = [torch.empty(2, device=device) for device in ("cuda:1", "cpu", "cuda:0")]
-    words = r"^a graph has inputs on cuda:0 and cuda:1: .*on one GPU; compile the model's part on each GPU by itself"
+    words = r"^a graph has inputs on cuda:0 and cuda:1: .*on one GPU; compile the part on each GPU separately"
     with pytest.raises(fxprec.LoweringError, match=words):
         capture._device(examples)
 

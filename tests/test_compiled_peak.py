@@ -184,7 +184,7 @@ def test_a_budget_that_no_plan_keeps_is_an_error_that_names_the_best() -> None:
     peak = PeakAttempts(EventLog("graph 0", strict=False))
     for extra in range(ATTEMPTS - 1, 0, -1):
         assert peak.hold(budget(990), 1000 + extra, 0) is None
-    with pytest.raises(BudgetError, match=r"of 5 plans made for it the best holds 1001 bytes as compiled; raise it to"):
+    with pytest.raises(BudgetError, match=r"the best of 5 plans holds 1001 bytes as compiled; raise it to"):
         peak.hold(budget(990), 1100, 0)
 
 

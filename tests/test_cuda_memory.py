@@ -192,6 +192,6 @@ def test_a_budget_in_bytes_is_planned_without_what_stays_free_and_a_share_is_not
     assert part.reserved == part.budget // 20
     assert part.planned <= part.room
     with pytest.raises(
-        BudgetError, match=r"^peak_budget is .*, .* of it left free for libraries, and the least .* raise it to "
+        BudgetError, match=r"^peak_budget is .*, .* of it left free for libraries, and the lowest .* raise it to "
     ):
         planned(whole.high)

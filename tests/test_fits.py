@@ -229,8 +229,8 @@ def test_the_command_says_no_and_why_as_json() -> None:
     found = json.loads(said)
     assert code == 1
     assert (found["fits"], found["batch"], found["peak"]) == (False, 5, None)
-    assert "beside them the least peak found holds" in found["why"]
-    assert found["why"].startswith("64.00 MiB (67108884 bytes) stay free for libraries, and in the rest: step_"), found[
+    assert "in addition to these the lowest peak found is" in found["why"]
+    assert found["why"].startswith("64.00 MiB (67108884 bytes) stay free for libraries; in the rest: step_"), found[
         "why"
     ]
     code, _ = run("t.py:on_many", "--gpu", str(found["enough"]), "--batch", "5")
@@ -245,7 +245,10 @@ def test_the_command_says_no_and_why_as_json() -> None:
         ("t.py:make --gpu much", "--gpu is 'much', which is not a size"),
         ("t.py:make --gpu 1GiB --batch 0", "--batch is 0; give it 1 or more"),
         ("t.py:make --gpu 1GiB --sequence 0", "--sequence is 0; give it 1 or more"),
-        ("t.py:images --gpu 1GiB --sequence 9", "its first input has 4 dimensions, so the second is no sequence"),
+        (
+            "t.py:images --gpu 1GiB --sequence 9",
+            "its first input has 4 dimensions, so the second is not a sequence length",
+        ),
         (
             "t.py:make --gpu 1GiB --optimizer moon",
             "--optimizer moon: no step is known for it; give adamw, lion, muon or",

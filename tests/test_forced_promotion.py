@@ -171,7 +171,7 @@ def test_a_promotion_that_does_not_compile_is_told_and_training_goes_on(break_it
     chosen = overflow(controller)
     first = min(chosen, key=lambda site: site.id)
     words = rf"{first.tensor} \(.*\): promoting it and 1 more to bf16 failed \(AssertionError: no such node\): "
-    hint = rf"training goes on with it in e4m3fn; .*keep_high=\('{first.module}',\)"
+    hint = rf"training continues with it in e4m3fn; .*keep_high=\('{first.module}',\)"
     with pytest.warns(fxprec.FxprecWarning, match=words + hint):
         after = run.step(3)
     assert torch.is_grad_enabled()
@@ -187,7 +187,7 @@ def test_a_promotion_that_does_not_compile_is_told_and_training_goes_on(break_it
         controller.plan = controller.plan.promote([site.id], step=controller.step)
         with pytest.warns(fxprec.FxprecWarning, match="promoting it to bf16 failed") as warned:
             run.step(3)
-    assert str(warned[-1].message).endswith("that was attempt 3, no more are made for this graph")
+    assert str(warned[-1].message).endswith("this was attempt 3, the last for this graph")
     assert controller.rules.promote_above is None
 
 

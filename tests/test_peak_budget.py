@@ -196,8 +196,8 @@ def test_the_models_own_checkpointing_gives_way() -> None:
 
 def test_a_budget_out_of_reach_names_the_least_and_what_holds_it() -> None:
     words = (
-        r"^peak_budget is 10.00 KiB \(10240 bytes\), and the least peak found holds \d.* bytes\), .*KiB.* among them; "
-        r"raise it to .* bytes\), (\d+%) or take a smaller batch$"
+        r"^peak_budget is 10.00 KiB \(10240 bytes\), and the lowest peak found is \d.* bytes\), which includes "
+        r".*KiB.*; raise it to .* bytes\), (\d+%) or take a smaller batch$"
     )
     with pytest.raises(fxprec.BudgetError, match=words) as error:
         trained(transformer(layers=1), TOKENS, peak_budget="10KiB")
@@ -298,7 +298,8 @@ def test_what_forward_decided_is_not_decided_again(monkeypatch: pytest.MonkeyPat
         ({"peak_budget": 9, "plan": "p.json"}, "peak_budget and plan are both given, and plan says how each value"),
         (
             {"peak_budget": 9, "storage": "simulate"},
-            "peak_budget bounds what a step holds when operators read unrounded values, .* rounded ones; leave storage out",
+            "peak_budget bounds what a step holds when operators read unrounded values, .* rounded ones; leave "
+            "storage out",
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

@@ -102,7 +102,7 @@ def test_a_damaged_entry_is_named(trained: Any, place: tuple[Any, ...], value: A
         backend.load_state_dict({"version": 3, "graphs": changed(graphs, place, value)})
 
 
-NO_LIST, NO_STATE = "its graphs are not a list of states", "^this is no state of fxprec.Backend version 3"
+NO_LIST, NO_STATE = "its graphs are not a list of states", "^this is not a state of fxprec.Backend version 3"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ NO_LIST, NO_STATE = "its graphs are not a list of states", "^this is no state of
         ({"version": 2}, NO_LIST),
         ({"version": 3}, NO_LIST),
         ({"version": 3, "graphs": 7}, NO_LIST),
-        ({"version": 3, "graphs": "{"}, r"^the saved state is damaged: its graphs are no JSON \(Expecting"),
+        ({"version": 3, "graphs": "{"}, r"^the saved state is damaged: its graphs are not JSON \(Expecting"),
         ({"version": 3, "graphs": "[" * 100_000}, "its graphs"),
         ({"version": 4, "graphs": "[]"}, NO_STATE),
         *(({}, NO_STATE), (None, NO_STATE), ([], NO_STATE), (3, NO_STATE)),

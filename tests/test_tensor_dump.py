@@ -132,9 +132,7 @@ def test_training_goes_on_bit_for_bit_and_other_steps_compute_nothing_twice(tmp_
 
 
 def test_beyond_the_limit_there_are_hashes_alone(tmp_path):
-    with pytest.warns(
-        FxprecWarning, match=r"dump_tensors: .*: beyond dump_limit \(5,000 bytes\), so of these only stat"
-    ):
+    with pytest.warns(FxprecWarning, match=r"dump_tensors: .*: beyond dump_limit \(5,000 bytes\), so only their stat"):
         _, backend = train(tmp_path / "some", ("*:output",), dump_limit=5000)
     rows = list(read_tensors(tmp_path / "some" / "graph-0"))
     assert {row["file"] is None for row in rows} == {True, False}

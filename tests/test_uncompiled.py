@@ -52,8 +52,8 @@ IN_PIECES = torch.torch_version.TorchVersion(torch.__version__) >= (
     15,
 )  # around an LSTM; older torch skips all of it
 WORDS = (
-    r"forward \(.*test_uncompiled.py:\d+\): leaves lstm uncompiled, in the model's own precision: Dynamo does not support RNN, GRU, "
-    r"or LSTM\. Set torch._dynamo.config.allow_rnn=True"
+    r"forward \(.*test_uncompiled.py:\d+\): leaves lstm uncompiled, in the model's own precision: Dynamo does not "
+    r"support RNN, GRU, or LSTM\. Set torch._dynamo.config.allow_rnn=True"
     if IN_PIECES
     else r"forward \(.*test_uncompiled.py:\d+\): runs uncompiled, in the model's own precision, with first, lstm, last: "
     r"Attempted to wrap RNN, GRU, or LSTM \(Set torch._dynamo.config.allow_rnn=True"
@@ -94,7 +94,7 @@ def test_each_piece_of_a_broken_graph_is_planned_and_the_breaks_are_events_witho
     assert all(plan.sites for plan in backend.plans), "tanh's result is stored although there is no GEMM"
     told = [e for e in backend.events if e.kind == "uncompiled"]
     assert len(told) == 2
-    assert all("cut in several graphs, each planned for itself" in e.detail for e in told)
+    assert all("split into several graphs, each planned separately" in e.detail for e in told)
 
 
 class Broken(nn.Module):
@@ -203,7 +203,7 @@ def test_a_graph_with_nothing_to_hold_low_says_so() -> None:
     (told,) = backend.events
     assert (told.kind, told.detail) == (
         "unplanned",
-        "nothing to hold low: no GEMM, and nothing of it is stored for backward",
+        "nothing to hold low: the graph has no GEMM and saves nothing for backward",
     )
 
 
@@ -237,7 +237,10 @@ def test_a_backward_that_is_part_of_the_graph_is_told(strict: bool) -> None:
 
     backend = eager_backend("native", recipe="fp8", strict=strict)
     step = torch.compile(lambda weights: torch.func.grad(loss)(weights), backend=backend)
-    told = r"torch\.func\.grad: its backward is in one graph with its forward.* nothing that this backward reads is narrowed"
+    told = (
+        r"torch\.func\.grad: its backward is in the same graph as its forward.* nothing that this backward reads is "
+        r"narrowed"
+    )
     if strict:
         with pytest.raises(fxprec.FxprecError, match=told):
             step(weights)

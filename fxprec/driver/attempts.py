@@ -61,7 +61,10 @@ class SavedAttempts:
         if budget is None or saved <= max(budget, self._told):
             return
         self._told = saved
-        detail = f"{readable(saved)} are saved for backward since tensors were promoted, or as the given plan wants"
+        detail = (
+            f"{readable(saved)} are saved for backward: tensors were promoted, or the given plan saves more than the "
+            "budget"
+        )
         self.log.warn(f"activation_budget {readable(budget)}: {detail}")
         self.log.note("fallback", self.log.name, detail, step=step)
 
@@ -98,7 +101,7 @@ class PeakAttempts:
                 wanted = enough_for(least - planned.room, planned.budget)
             high = 0 if planned.graphs > 1 or planned.reserved else planned.high
             asked = f"{readable(planned.budget)}{beside}"
-            found = f"of {ATTEMPTS} plans made for it the best holds {readable(least)} as compiled"
+            found = f"the best of {ATTEMPTS} plans holds {readable(least)} as compiled"
             raise BudgetError.of_peak(asked, found, wanted, budget_text(wanted, high), ["take a smaller batch"])
         assert planned.waiting is not None
         part = self.part
@@ -115,7 +118,9 @@ class PeakAttempts:
         """Warn if a given or promoted plan exceeds the budget; such a plan takes precedence. Return it as compiled."""
         if held > max(planned.room, self._told):
             self._told = held
-            detail = f"the step holds {readable(held)} since tensors were promoted, or as the given plan wants"
+            detail = (
+                f"the step holds {readable(held)}: tensors were promoted, or the given plan holds more than the budget"
+            )
             self.log.warn(f"peak_budget {readable(planned.budget)}: {detail}")
             self.log.note("fallback", self.log.name, detail, step=step)
         return replace(planned, compiled=held)

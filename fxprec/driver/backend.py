@@ -351,7 +351,10 @@ class Backend(Watched):
         self.load_state_dict(state)
 
 
-_NOBODY = "no stored tensor moved; look at the batch and the learning rate, or watch more with on_nonfinite='report'"
+_NOBODY = (
+    "no stored tensor left its usual range; check the batch and the learning rate, or watch more with "
+    "on_nonfinite='report'"
+)
 
 
 def _tell_of_jump(jump: Jump, controllers: Sequence[Controller], log: EventLog, action: str | None) -> None:

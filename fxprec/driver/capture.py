@@ -158,8 +158,8 @@ def _device(examples: Sequence[Any]) -> torch.device:
     gpus = [device for device in devices if device.type == "cuda"]
     if len(gpus) > 1:
         raise LoweringError(
-            f"a graph has inputs on {' and '.join(map(str, gpus))}: fxprec keeps one scale table, on one GPU; "
-            "compile the model's part on each GPU by itself"
+            f"a graph has inputs on {' and '.join(map(str, gpus))}: fxprec keeps one scale table, on one GPU; compile "
+            "the part on each GPU separately"
         )
     if gpus and (why := compat.refused_gpu(gpus[0])) is not None:
         raise LoweringError(f'{why}; compile this part with backend="inductor"')

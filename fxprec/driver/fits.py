@@ -80,7 +80,7 @@ class Question:
         try:
             plan_under_fakes(trial.make, lambda gm, examples: trial.backend(gm, examples), self.target, trial.taker)
         except BudgetError as error:
-            free = f"{readable(trial.reserved)} stay free for libraries, and in the rest: " if trial.reserved else ""
+            free = f"{readable(trial.reserved)} stay free for libraries; in the rest: " if trial.reserved else ""
             why, enough = f"{free}{error}", trial.memory_for(error.enough)
         if not why and not trial.taker.plans:
             raise ConfigError(f"target {self.target!r}: no graph of it trains; let model(*inputs) run with gradients")
@@ -115,8 +115,8 @@ class _Trial:
         shape = next((t.shape for t in _tensors(inputs) if t.dim()), torch.Size())
         if "sequence" in wanted and "sequence" not in taken and not 2 <= len(shape) <= 3:
             raise ConfigError(
-                f"target {self.asked.target!r}: its first input has {len(shape)} dimensions, so the second is no "
-                "sequence that can be resized; let it take a parameter sequence"
+                f"target {self.asked.target!r}: its first input has {len(shape)} dimensions, so the second is not a "
+                "sequence length that can be changed; give the factory a parameter named sequence"
             )
         self.sizes = [*shape[:2], 1, 1][:2]
         for dim, name in enumerate(("batch", "sequence")):

@@ -124,8 +124,8 @@ class PlannedGraph:
             budget = StepBudget.of(self._model.step_budget, binding.optimizers, self.captured.inputs, args)
             if self._model.shared_peak.first_part(is_cut=self.captured.is_cut).is_provisional:
                 raise BudgetError(
-                    f"{budget.said()}; a graph break cuts the step, and what its graphs hold together is not bounded "
-                    "by a step budget; compile the model without graph breaks, or give peak_budget"
+                    f"{budget.said()}; a graph break splits the step, and a step budget does not bound what its graphs "
+                    "hold together; compile the model without graph breaks, or give peak_budget"
                 )
             self._within = partial(budget.first_that_fits, binding.optimizers)
 
@@ -141,7 +141,9 @@ class PlannedGraph:
         self.settings = replace(self.compiler.settings, peak_budget=PeakBudget(budget.left))
         self.compiler = replace(self.compiler, settings=self.settings, whole_step=budget.for_plan)
         self._compile(given)
-        self._log.note("memory", self._log.name, f"{budget.said()}; the step may hold {readable(budget.left)} beside")
+        self._log.note(
+            "memory", self._log.name, f"{budget.said()}; {readable(budget.left)} are left for the rest of the step"
+        )
 
     def _compile(self, given: Plan | None) -> None:
         is_cut, plans_only = self.captured.is_cut, self._dump is not None and self._dump.plan_only
@@ -250,7 +252,7 @@ class PlannedGraph:
         """Apply the statistics of earlier steps, which may recompile, then count ``steps``. Not for a recomputation."""
         calibration, lowering = self.compiler.calibration, self.compiler.lowering
         if self.compiled.is_calibration and calibration is not None and calibration.is_complete:
-            self.compile_again("solved from the calibration step", None)
+            self.compile_again("planned from the calibration step", None)
         controller = self.controller
         if controller is None:
             return
@@ -279,9 +281,9 @@ class PlannedGraph:
         borders = [(g.group_before, g.group_after) for g in controller.plan.gemms]
         if low_groups_with(trained, borders) != controller.plan.low_groups:
             try:
-                self.compile_again("to evaluate as training runs", None)
+                self.compile_again("to round in evaluation as in training", None)
             except Exception as error:  # Inductor may raise anything
-                detail = f"evaluates with other tensors low than training has: compiling failed ({in_one_line(error)})"
+                detail = f"evaluation keeps other tensors low than training: compiling failed ({in_one_line(error)})"
                 self._log.tell(self._log.name, detail, step=controller.step)
         controller.promote_as(trained, "promoted in training")
 
@@ -330,13 +332,13 @@ class PlannedGraph:
         last = ""
         if self._num_given_up == MAX_GIVEN_UP:
             controller.rules = replace(controller.rules, promote_above=None)
-            last = f"; that was attempt {MAX_GIVEN_UP}, no more are made for this graph"
+            last = f"; this was attempt {MAX_GIVEN_UP}, the last for this graph"
         site = refused[0]
         more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
         way_out = f"hold it high from the start with keep_high=({site.module!r},)" if site.module else "see the log"
         detail = (
-            f"promoting it{more} to {controller.rules.hi} failed ({in_one_line(error)}): training goes on with "
-            f"it in {site.format}; {way_out}{last}"
+            f"promoting it{more} to {controller.rules.hi} failed ({in_one_line(error)}): training continues with it in "
+            f"{site.format}; {way_out}{last}"
         )
         return Notice(describe(site), detail)
 

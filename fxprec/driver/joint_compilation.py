@@ -153,7 +153,7 @@ class JointCompilation(Attempt):
             peak_sizes=work.peak_sizes,
         )
         if self.is_training and not plan.sites and not plan.gemms:
-            self._note_unplanned("nothing to hold low: no GEMM, and nothing of it is stored for backward")
+            self._note_unplanned("nothing to hold low: the graph has no GEMM and saves nothing for backward")
 
     def _set_plan(self, plan: Plan) -> None:
         self.compiled = replace(self.compiled, plan=plan)
@@ -275,7 +275,7 @@ class JointCompilation(Attempt):
             return True
         found, budget = self.halves.peak, self.compiler.peak
         if found.bytes is None and found.unread:
-            note = f"peak budget: not compared with what is compiled: {found.unread}"
+            note = f"peak budget: the predicted peak was not compared with the compiled code: {found.unread}"
             self.compiled = replace(self.compiled, plan=replace(plan, notes=(*plan.notes, note)))
         if found.bytes is None or plan.peak_bytes is None:
             return True
@@ -290,4 +290,4 @@ class JointCompilation(Attempt):
 
 
 # Rounding would turn a small second moment into 0, and lose a small update.
-_STEPS_WEIGHTS = "writes over weights or gradients, as an optimizer's step does: compiled as it is, nothing is rounded"
+_STEPS_WEIGHTS = "overwrites weights or gradients, as an optimizer's step does: compiled unchanged, nothing is rounded"

@@ -31,10 +31,13 @@ if TYPE_CHECKING:
 
 Way = Literal["inductor", "triton"]
 _WAYS: tuple[Way, ...] = ("inductor", "triton")
-INSTEAD = "Inductor expands its casts: the same numbers, a pass over memory more for each statistic"
-DECODED = "Inductor decodes, and torch multiplies as if gemms='high': as much memory, at the speed of high precision"
+INSTEAD = "Inductor compiles its casts: the same numbers, with one more pass over memory for each statistic"
+DECODED = (
+    "Inductor decodes the operands, and torch multiplies as with gemms='high': the same memory, at the speed of high "
+    "precision"
+)
 _ON_CPU = "a CPU runs Inductor's loops and fxprec's C++ kernels; generated Triton kernels are for GPUs"
-_LESS = "the less time for launches and bytes outside GEMMs, by the estimate"
+_LESS = "the estimate gives it less time for launches and for bytes outside GEMMs"
 
 
 class LoweringChooser:
@@ -148,7 +151,7 @@ class Lowering:
 
         if not is_compared(gm):
             self._told = True
-            detail = "nothing is compared of a graph half whose casts are part of Inductor's own loops"
+            detail = "nothing is compared in a graph half whose casts Inductor compiles into its own loops"
             way = "lowering='triton'" if self.device.type == "cuda" else "on_nonfinite='report'"
             self.tell(Notice("verify=True", f"{detail}; {way} has kernels to compare"))
 
@@ -194,7 +197,7 @@ class Lowering:
         unstarted, name = compat.why_not_started(error), compat.kernel_running(error)
         if unstarted is not None and name in {k.name for k in kernels}:
             assert name is not None
-            self.drop([Fault(name, f"it compiles and cannot start: {unstarted}")])
+            self.drop([Fault(name, f"it compiles but cannot be launched: {unstarted}")])
             return
         compiled = {k.name: ahead.why_not_generated(k.source, k.name, k.parameters, k.num_warps) for k in kernels}
         faults = [Fault(kernel, why) for kernel, why in compiled.items() if why is not None]

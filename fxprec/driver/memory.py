@@ -136,7 +136,9 @@ class StepMemory:
         held = highest - start
         wanted = (peak.planned if peak.compiled is None else peak.compiled) + workspaces(self._device)
         if highest == peak_before:
-            detail = f"the first step held at most {readable(held)}, and more lived before it; the plan says "
+            detail = (
+                f"the first step held at most {readable(held)}, since the process had its peak before; the plan says "
+            )
             self._log.note("memory", self._log.name, f"{detail}{readable(wanted)} with cuBLAS's workspaces", step=1)
             return
         missed = held / max(wanted, 1) - 1
@@ -166,5 +168,5 @@ def over_ratio(budget: float, read: int, saved: int, forward: Graph, num_outputs
         f"activation_memory_budget={budget:g}",
         f"{readable(saved)} are saved for backward, {saved / read:.2f} of what it reads, and no choice was found "
         f"that saves less; the largest is {where}, {readable(size)}. torch.utils.checkpoint around a module "
-        "saves what the module starts from and nothing else of it",
+        "saves only the module's inputs",
     )

@@ -36,9 +36,9 @@ def want_whole_graphs(settings: Settings) -> None:
     if not whole or not compat.widen_ddp_buckets():
         return
     warnings.warn(
-        f"Dynamo's DDP optimizer is off for this graph: it cuts graphs at DDP's buckets, and {whole[0]} is about the "
-        f"whole graph; gradients travel after the compiled backward pass. Leave {whole[0]} out, or compile by layer "
-        "(fxprec.integrations.compile_layers) before DDP, so that buckets leave early; or set "
+        f"Dynamo's DDP optimizer is off for this graph: it splits graphs at DDP's buckets, and {whole[0]} is about "
+        f"the whole graph; gradients are exchanged after the compiled backward pass. Leave {whole[0]} out, or compile "
+        "by layer (fxprec.integrations.compile_layers) before DDP, so that buckets leave early; or set "
         "torch._dynamo.config.optimize_ddp = False to say so yourself",
         FxprecWarning,
         stacklevel=2,
@@ -83,8 +83,8 @@ def tell_of_gradients_within(gm: GraphModule, log: EventLog) -> None:
     if next(compat.gradients_within(gm.graph), None) is not None:
         log.tell(
             "torch.func.grad",
-            "its backward is in one graph with its forward, and a plan is about what is held between two graphs: "
-            "nothing that this backward reads is narrowed or computed again; call backward() on what the compiled "
+            "its backward is in the same graph as its forward, and a plan decides what is held between two graphs: "
+            "nothing that this backward reads is narrowed or recomputed; call backward() on what the compiled "
             "model returns",
         )
 
@@ -181,10 +181,10 @@ def _install_compact(settings: Settings, log: EventLog) -> None:
         return
     why = compact.install()
     if why is not None:
-        log.notice(Notice("allocator='compact'", f"{why}; resident memory may be more than what is live"))
+        log.notice(Notice("allocator='compact'", f"{why}; resident memory may exceed the bytes of live tensors"))
         return
     cause = "" if settings.asked.allocator else " (for peak_budget)"
-    log.note("allocator", "allocator='compact'", f"holds new CPU tensors of 16 KiB and more of this process{cause}")
+    log.note("allocator", "allocator='compact'", f"allocates this process's new CPU tensors of 16 KiB or more{cause}")
     if _process.has_asked_for_system:
         log.warn_once("allocator='compact'", f"{_SYSTEM_BEFORE}; {_APART}")
 
@@ -196,10 +196,12 @@ class _Process:
 
 _process = _Process()
 _COMPACT_ALREADY = (
-    "not in force: this process has the compact allocator already, which a model with allocator='compact' or a "
-    "peak_budget brought"
+    "has no effect: an earlier model with allocator='compact' or a peak_budget has already installed the compact "
+    "allocator in this process"
 )
-_SYSTEM_BEFORE = "holds the tensors of a model with allocator='system' too from now on: a process has one allocator"
+_SYSTEM_BEFORE = (
+    "from now on also allocates the tensors of a model with allocator='system': a process has one allocator"
+)
 _APART = "give the models one allocator, or train them in processes of their own"
 
 

@@ -151,7 +151,7 @@ class TensorDump:
     def _write(self, step: int, half: str, rows: Sequence[Dumped]) -> None:
         left_out = self.folder.write_tensors(step, half, rows, self._limit)
         if left_out and self._limit:
-            over = f"beyond dump_limit ({self._limit:,} bytes), so of these only statistics and hashes"
+            over = f"beyond dump_limit ({self._limit:,} bytes), so only their statistics and hashes are written"
             detail = f"{_shown(left_out)}: {over}"
             self.log.warn_once("dump_tensors", detail, step=step)
 

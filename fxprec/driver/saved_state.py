@@ -138,13 +138,13 @@ def packed(graphs: Sequence[GraphState | None]) -> dict[str, Any]:
 def unpacked(state: object) -> list[GraphState | None]:
     """Return one state per graph from a result of `packed`, or from a state of version 2. Raises `PlanError`."""
     if not isinstance(state, Mapping) or state.get("version") not in _READABLE:
-        raise PlanError(f"this is no state of fxprec.Backend version {VERSION}; {_WAY_OUT}")
+        raise PlanError(f"this is not a state of fxprec.Backend version {VERSION}; {_WAY_OUT}")
     graphs = state.get("graphs")
     if isinstance(graphs, str):
         try:
             graphs = json.loads(graphs)
         except (ValueError, RecursionError) as error:
-            raise PlanError(f"the saved state is damaged: its graphs are no JSON ({error}); {_WAY_OUT}") from error
+            raise PlanError(f"the saved state is damaged: its graphs are not JSON ({error}); {_WAY_OUT}") from error
     if not isinstance(graphs, list) or not all(g is None or isinstance(g, Mapping) for g in graphs):
         raise PlanError(f"the saved state is damaged: its graphs are not a list of states; {_WAY_OUT}")
     for i, saved in enumerate(graphs):
@@ -177,7 +177,7 @@ def _rows(read: Reader) -> Reader:
     def read_all(entry: Entry) -> None:
         for key in entry.mapping():
             if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
-                raise entry.fail(f"has the key {key!r:.60}, which is no row of the table", _WAY_OUT)
+                raise entry.fail(f"has the key {key!r:.60}, which is not a row of the table", _WAY_OUT)
             read(entry.get(key))
 
     return read_all

@@ -106,9 +106,8 @@ class SharedPeak:
             least = shared.least()
             of = "the training graph" if len(graphs) == 1 else f"the {len(graphs)} training graphs of a step together"
             raise BudgetError(
-                f"peak_budget is {readable(budget)} for {of}, and the "
-                f"least peak found holds {readable(least)}; raise it to {readable(least)}, take a smaller batch, or "
-                "compile the model without graph breaks"
+                f"peak_budget is {readable(budget)} for {of}, and the lowest peak found is {readable(least)}; raise it "
+                f"to {readable(least)}, take a smaller batch, or compile the model without graph breaks"
             )
         return shared.parts(chosen, budget)
 

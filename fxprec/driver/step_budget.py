@@ -77,7 +77,7 @@ class StepBudget:
                 raise
             enough = self.throughout + error.enough
             ways = either(f"raise it to {readable(enough)}", *self._fewer(), *error.ways)
-            whole = BudgetError(f"{self.said()}; beside them {error.found}; {ways}")
+            whole = BudgetError(f"{self.said()}; in addition to these {error.found}; {ways}")
             whole.enough = enough
             raise whole from None
         if self.left <= 0:  # reached with a given plan, which compiles whatever the budget
@@ -129,6 +129,6 @@ def refuse_beside(optimizer: object, peak_budget: object) -> None:
         )
     if peak_budget is not None:
         raise ConfigError(
-            "step_budget and peak_budget are both given, and step_budget gives the peak what weights and states leave; "
-            "keep one of them, drop the other"
+            "step_budget and peak_budget are both given, and step_budget sets the peak budget to what weights and "
+            "states leave; keep one of them, drop the other"
         )

@@ -37,7 +37,7 @@ class Frames:
 
     def note_break(self, code: str, reason: str) -> None:
         """Note an ``"uncompiled"`` event for a graph break."""
-        detail = f"cut in several graphs, each planned for itself: {reason}"
+        detail = f"split into several graphs, each planned separately: {reason}"
         self.log.note("uncompiled", code, detail, step=self.step())
 
 
@@ -131,7 +131,7 @@ def _replace(patches: ExitStack) -> None:
 
 _LIMIT = (
     "runs uncompiled, in the model's own precision, where no compiled code fits: this model hit "
-    "torch._dynamo.config.{}, and Dynamo compiles nothing more of this code for it; see "
+    "torch._dynamo.config.{}, and Dynamo compiles this code no further for it; see "
     'TORCH_LOGS="recompiles" for what changes from call to call, make it a tensor, or raise the limit'
 )
 _ALLOW = "Set torch._dynamo.config.allow_rnn=True to have it compiled"

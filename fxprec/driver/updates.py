@@ -64,7 +64,7 @@ class Updates:
         for i, name, arg in known:
             if not isinstance(arg, torch.Tensor) or not arg.requires_grad:
                 continue
-            why = why_none or ("it is no plain parameter" if _is_fake(arg) and not plans_only else None)
+            why = why_none or ("it is not a plain parameter" if _is_fake(arg) and not plans_only else None)
             why = why or next(_why_held(arg, binding.optimizers, places), None)
             if why is None:
                 stepped[i] = arg  # type: ignore[assignment]
@@ -112,7 +112,7 @@ class Updates:
         return compat.boxed(call)
 
 
-_IS_HELD = "backward makes p.grad in the parameter's dtype, and optimizer.step() applies it"
+_IS_HELD = "backward computes p.grad in the parameter's dtype, and optimizer.step() applies it"
 _HELD_TO_CLIP = (
     "gradients are held until optimizer.step(): max_norm with norm='exact' clips by the norm of all of them; with "
     "norm='last' backward clips by the last step's and holds none"
@@ -139,9 +139,9 @@ def _why_none(settings: Settings, args: Sequence[Any]) -> str | None:
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         return "gradients are exchanged between ranks after backward has made them"
     if asked.verify or asked.dump_tensors:
-        return "verify and dump_tensors run parts of backward again"
+        return "verify and dump_tensors run parts of backward a second time"
     if asked.mode in ("reduce-overhead", "max-autotune") and any(getattr(arg, "is_cuda", False) for arg in args):
-        return f"mode={asked.mode!r} records backward as a CUDA graph, which would keep a step's learning rate"
+        return f"mode={asked.mode!r} records backward as a CUDA graph, which would replay one step's learning rate"
     return None
 
 
@@ -157,7 +157,7 @@ def _place(arg: torch.Tensor) -> tuple[int, int]:
 def _why_held(arg: torch.Tensor, optimizers: AllOptimizers, places: Sequence[tuple[int, int]]) -> Iterator[str]:
     """Yield the reasons why one parameter may not be stepped in backward."""
     if not isinstance(arg, Parameter) or isinstance(arg, DTensor) or not arg.is_leaf:
-        yield "it is no plain parameter"
+        yield "it is not a plain parameter"
         return
     groups = [group for group in optimizers.param_groups if any(arg is p for p in group["params"])]
     if not groups:
@@ -167,6 +167,6 @@ def _why_held(arg: torch.Tensor, optimizers: AllOptimizers, places: Sequence[tup
     elif groups[0]["error_if_nonfinite"] and groups[0]["gradients"] is None:
         yield "error_if_nonfinite looks at all gradients before the first step"
     if arg._backward_hooks or arg._post_accumulate_grad_hooks:
-        yield "it has hooks, which want its gradient"
+        yield "it has hooks, which need its gradient"
     if not arg.numel() or places.count(_place(arg)) > 1:
-        yield "it has no memory of its own"
+        yield "it shares its memory with another parameter, or is empty"

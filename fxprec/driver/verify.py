@@ -194,7 +194,7 @@ class _Checker(Interpreter):
         differ = statistics_differ(rows, wanted.view(-1, WIDTH)).tolist()
         for row, is_wrong in zip(lowered.generated.watched, differ, strict=True):
             if is_wrong and owner[row] not in {fault.kernel for fault in self.faults}:
-                self.faults.append(Fault(owner[row], f"its statistics of row {row} are not the reference's"))
+                self.faults.append(Fault(owner[row], f"its statistics of row {row} differ from the reference's"))
 
 
 # The kernels of a CPU, some of which overwrite their input.

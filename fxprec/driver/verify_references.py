@@ -47,7 +47,7 @@ def difference(
     if exact:
         same = (_bits(found) == _bits(wanted)) | (_is_nan(found) & _is_nan(wanted))
         count = int((~same).sum())
-        return f"{count} of {found.numel()} elements of {name} are not the reference's" if count else None
+        return f"{count} of {found.numel()} elements of {name} differ from the reference's" if count else None
     if found.dtype == torch.float32:
         limit = TOLERANCE * float(wanted.nan_to_num(0.0, 0.0, 0.0).abs().max()) if wanted.numel() else 0.0
         close = torch.isclose(found, wanted, rtol=TOLERANCE, atol=limit, equal_nan=True)
@@ -62,7 +62,10 @@ def difference(
         is_far &= ~((wide - goal).abs() <= limit) & ~(wide.isnan() & goal.isnan())
     far, near = int(is_far.sum()), int((steps > 0).sum())
     if far or near > MAX_DIFFERING * found.numel() + 1:
-        return f"{near} of {found.numel()} codes of {name} are not the reference's, {far} of them no neighbours"
+        return (
+            f"{near} of {found.numel()} codes of {name} differ from the reference's, {far} of them by more than one "
+            "code"
+        )
     return None
 
 
@@ -114,7 +117,7 @@ def _quantize_transpose(found: Sequence[torch.Tensor], *args: object) -> Checked
             yield difference(found[0], codes, "its codes", exact=True)
         yield difference(found[1], turned, "its transposed codes", exact=True)
         if counts is not None and bool(statistics_differ(stats.gathered(found[2]), counts.view(1, -1)).any()):
-            yield f"its statistics of row {call.row} are not the reference's"
+            yield f"its statistics of row {call.row} differ from the reference's"
 
     return Checked((codes if call.row_major else found[0], turned, counters), _first(reasons()))
 
@@ -166,7 +169,11 @@ class _Product:
         wide = found.to(torch.float32)
         bad = ~((wide - wanted).abs() <= self.limit) & ~((wide == wanted) | (wide.isnan() & wanted.isnan()))
         count = int(bad.sum())
-        return f"{count} of {found.numel()} elements of its product are off by more than sums may be" if count else None
+        return (
+            f"{count} of {found.numel()} elements of its product are off by more than a reordered sum can be"
+            if count
+            else None
+        )
 
 
 def _coded_product(call: FakeCall) -> _Product:
@@ -196,14 +203,14 @@ def _matmul_to_codes(found: Sequence[torch.Tensor], *args: object) -> Checked:
 
     def reasons() -> Iterator[str | None]:
         if count:
-            yield f"{count} of {found[0].numel()} codes of its product are not the reference's"
+            yield f"{count} of {found[0].numel()} codes of its product differ from the reference's"
         if call.stats:
             own = Counts(*stats.gathered(found[1]).flatten().tolist())
             theirs, slack = Counts(*counts.tolist()), MAX_DIFFERING * rounded.numel() + 1
             lost = max(abs(own.overflow - theirs.overflow), abs(own.underflow - theirs.underflow))
             amax = abs(own.amax - theirs.amax) > float(product.limit.max())
             if lost > slack or amax or own[3:] != theirs[3:]:
-                yield f"its statistics of row {call.row} are not the reference's"
+                yield f"its statistics of row {call.row} differ from the reference's"
 
     return Checked((wanted, _striped(counts) if call.stats else found[1]), _first(reasons()))
 
@@ -236,7 +243,7 @@ def _wrong_rows(found: torch.Tensor, wanted: torch.Tensor, rows: Sequence[int]) 
     wrong = [
         row for row, bad in zip(rows, statistics_differ(found.view(-1, WIDTH), wanted).tolist(), strict=True) if bad
     ]
-    return f"its sums of rows {', '.join(map(str, wrong[:5]))} are not the reference's" if wrong else None
+    return f"its sums of rows {', '.join(map(str, wrong[:5]))} differ from the reference's" if wrong else None
 
 
 def _exact(made: Callable[..., torch.Tensor], what: str) -> Reference:

@@ -90,9 +90,9 @@ def named_launches(run: Run, kernels: Collection[str], half: str) -> Run:
             if cause is None or (name is not None and name not in kernels):  # torch's own
                 raise
             raise LoweringError(
-                f"the generated kernel {name or ', '.join(sorted(kernels)[:3]) + ' or another'} of {half} compiles and "
-                f"cannot start: {cause.rstrip('.')}; compile with options={{'lowering': 'inductor'}}, which generates "
-                "no kernels"
+                f"the generated kernel {name or ', '.join(sorted(kernels)[:3]) + ' or another'} of {half} compiles but "
+                f"cannot be launched: {cause.rstrip('.')}; compile with options={{'lowering': 'inductor'}}, which "
+                "generates no kernels"
             ) from error
 
     return compat.boxed(call)

@@ -77,7 +77,7 @@ def _out_of_reach(budget: int, least: int, free: int, work: Work, fit: Fit, high
     elif not work.settings.recipe.has_low:
         ways.append(f"choose a recipe with a low format ({work.settings.recipe.name!r} has none)")
     left = f", {readable(free)} of it left free for libraries" if free else ""
-    found = f"the least peak found holds {readable(least)}, {_what_holds(fit, work)} among them"
+    found = f"the lowest peak found is {readable(least)}, which includes {_what_holds(fit, work)}"
     return BudgetError.of_peak(f"{readable(budget)}{left}", found, enough, budget_text(enough, high), ways)
 
 

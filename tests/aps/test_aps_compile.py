@@ -154,7 +154,7 @@ def test_an_option_about_the_whole_graph_keeps_it_whole_and_says_so_once(results
         assert plans == 1
         assert 0 < error < 0.2
         assert len(messages) == 1
-        assert "cuts graphs at DDP's buckets, and activation_budget is about the whole graph" in messages[0]
+        assert "splits graphs at DDP's buckets, and activation_budget is about the whole graph" in messages[0]
         assert "Leave activation_budget out, or compile by layer (fxprec.integrations.compile_layers)" in messages[0]
         assert "set torch._dynamo.config.optimize_ddp = False" in messages[0]
 

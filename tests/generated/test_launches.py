@@ -43,7 +43,7 @@ ERRORS = [too_much(), RuntimeError(f"No valid triton configs. OutOfResources: {t
 def test_the_kernel_is_named_with_cause_and_way_out(error: Exception) -> None:
     run = named_launches(Launcher(NAMES[0], error).run, NAMES, "graph 0's forward half")
     words = (
-        r"^the generated kernel fxprec_flat_relu_1 of graph 0's forward half compiles and cannot start: out of "
+        r"^the generated kernel fxprec_flat_relu_1 of graph 0's forward half compiles but cannot be launched: out of "
         r"resource: shared memory, Required: 300000, Hardware limit: 232448.* compile with options=\{'lowering': 'induc"
     )
     with pytest.raises(LoweringError, match=words) as caught:
@@ -105,5 +105,5 @@ def test_a_kernel_that_cannot_start_as_it_is_loaded_is_left_out_alone(monkeypatc
     gm = traced(f, torch.randn(4, 8), torch.randn(8, 8), scale_table([FORMAT] * 2))
     lowering.compile(gm, lower_half, build)
     assert builds == [2, 1]
-    assert [n.detail.split(": ")[0] for n in told] == ["it compiles and cannot start"]
+    assert [n.detail.split(": ")[0] for n in told] == ["it compiles but cannot be launched"]
     assert lowering.without == {first[0]}

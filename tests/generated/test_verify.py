@@ -65,7 +65,7 @@ def test_a_wrong_kernel_is_named_and_its_result_replaced(monkeypatch: pytest.Mon
         "fxprec.store_.default, row 0)",
         "fxprec.load.default, row 0)",
     }
-    assert "are not the reference's" in faults[0].reason
+    assert "differ from the reference's" in faults[0].reason
     for got, right in zip(results, run(gm, *inputs), strict=False):
         assert torch.equal(got, right)
 
@@ -77,8 +77,8 @@ def test_a_half_without_kernels_is_told_once() -> None:
     for _ in range(2):
         lowering.compile(plain, lambda gm, name, without: Lowered((), ()), lambda gm: gm)
     assert told == [
-        "nothing is compared of a graph half whose casts are part of Inductor's own loops; on_nonfinite='report' has kernels "
-        "to compare"
+        "nothing is compared in a graph half whose casts Inductor compiles into its own loops; on_nonfinite='report' "
+        "has kernels to compare"
     ]
 
 
@@ -145,9 +145,9 @@ def test_what_cancels_may_be_off_by_the_sums_roundings() -> None:
     wanted = torch.linspace(0.5, 1, 64).bfloat16()
     small, smaller = moved(wanted, 3, 1e-7), moved(wanted, 3, -3e-8)
     assert difference(smaller, small, "x", exact=False) is None
-    assert difference(smaller, small, "x", exact=True) == "1 of 64 elements of x are not the reference's"
+    assert difference(smaller, small, "x", exact=True) == "1 of 64 elements of x differ from the reference's"
     off = difference(moved(wanted, 3, 1e-3), small, "x", exact=False)
-    assert off == "1 of 64 codes of x are not the reference's, 1 of them no neighbours"
+    assert off == "1 of 64 codes of x differ from the reference's, 1 of them by more than one code"
     assert difference(moved(wanted, 3, torch.nan), small, "x", exact=False) is not None
 
 
@@ -165,7 +165,7 @@ def test_wrong_counts_of_a_product_are_seen() -> None:
     target, args, (q, counters) = a_call("gemm to codes")
     counters[0] += q.numel()  # what overflows
     assert verify_references.REFERENCES[target]((q, counters), *args).reason == (
-        "its statistics of row 1 are not the reference's"
+        "its statistics of row 1 differ from the reference's"
     )
 
 

@@ -329,7 +329,7 @@ def test_a_peak_budget_counts_no_gradient_that_backward_steps() -> None:
     held, stepped = planned(in_backward=False), planned(in_backward=True)
     assert 8 * gradient < held
     assert stepped < 2 * gradient
-    with pytest.raises(BudgetError, match=r"least peak found holds 8\.\d+ MiB"):
+    with pytest.raises(BudgetError, match=r"lowest peak found is 8\.\d+ MiB"):
         planned(in_backward=False, budget="3MiB")
     assert planned(in_backward=True, budget="3MiB") < 3 << 20
 

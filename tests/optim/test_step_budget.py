@@ -82,10 +82,9 @@ def test_frozen_parameters_count_too() -> None:
 def test_states_in_8_bits_leave_more_for_the_step() -> None:
     model = layers()
     words = (
-        r"^step_budget is 20\.00 MiB .*; weights take 8\.00 MiB .*, optimizer states 16\.00 MiB .*; beside them the "
-        r"least "
-        r"peak found holds 1\.\d+ MiB .* among them; raise it to 25\.\d+ MiB \(\d+ bytes\), give the optimizer "
-        r"states='8bit', which take 4\.\d+ MiB"
+        r"^step_budget is 20\.00 MiB .*; weights take 8\.00 MiB .*, optimizer states 16\.00 MiB .*; in addition to "
+        r"these the lowest peak found is 1\.\d+ MiB .*, which includes .*; raise it to 25\.\d+ MiB \(\d+ bytes\), give "
+        r"the optimizer states='8bit', which take 4\.\d+ MiB"
     )
     with pytest.raises(BudgetError, match=words):
         stepped(model, fxprec.optim.AdamW(model.parameters(), lr=1e-3), 20 * WEIGHT)
@@ -106,8 +105,8 @@ def test_a_step_that_does_not_fit_the_rest_says_who_holds_what() -> None:
     model = layers()
     with pytest.raises(
         BudgetError,
-        match=r"^step_budget is 25\.00 MiB .*; weights take 8\.00 MiB .*; beside them the least peak found holds .* MiB .*; "
-        r"raise it to .*, give the optimizer states='8bit'",
+        match=r"^step_budget is 25\.00 MiB .*; weights take 8\.00 MiB .*; in addition to these the lowest "
+        r"peak found is .* MiB .*; raise it to .*, give the optimizer states='8bit'",
     ):
         stepped(model, fxprec.optim.AdamW(model.parameters(), lr=1e-3), 25 * WEIGHT)
 
@@ -150,7 +149,8 @@ def test_open_states_that_fit_in_no_form_stay_open_and_the_least_is_said() -> No
     model = layers()
     optimizer = fxprec.optim.AdamW(model.parameters(), lr=1e-3, states="auto")
     with pytest.raises(
-        BudgetError, match=r"optimizer states 2\.\d+ MiB .* in 4bit \(states='auto'\); beside them the least peak found"
+        BudgetError,
+        match=r"optimizer states 2\.\d+ MiB .* in 4bit \(states='auto'\); in addition to these the lowest peak found",
     ):
         stepped(model, optimizer, 10 * WEIGHT)
     assert optimizer.param_groups[0]["states"] == "auto"
@@ -223,7 +223,7 @@ def test_a_graph_break_is_refused() -> None:
             return out
 
     model = Cut()
-    with pytest.raises(BudgetError, match=r"a graph break cuts the step.*or give peak_budget"):
+    with pytest.raises(BudgetError, match=r"a graph break splits the step.*or give peak_budget"):
         stepped(model, fxprec.optim.AdamW(model.parameters(), lr=1e-3), 100 * WEIGHT)
 
 

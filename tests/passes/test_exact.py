@@ -31,7 +31,7 @@ def model_and_batch():
 
 @cache
 def calibrated():
-    """Return the second work: the one that was solved from the calibration step."""
+    """Return the second work: the one that was planned from the calibration step."""
     model, x, y = model_and_batch()
     with recorded_works() as works:
         backend = eager_backend("hfp8", policy="exact", low_ratio=0.5, grad_scaling="none")

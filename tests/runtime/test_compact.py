@@ -375,7 +375,7 @@ def test_a_model_that_asks_brings_it_and_says_so_once(region: int, options: dict
     held = block(64)
     assert compact.sizes().live >= region + held.nbytes
     (detail,) = said
-    assert detail.startswith("holds new CPU tensors of 16 KiB and more of this process")
+    assert detail.startswith("allocates this process's new CPU tensors of 16 KiB or more")
     assert detail.endswith("(for peak_budget)") == ("peak_budget" in options)
     assert not again
 
@@ -387,7 +387,9 @@ def events(**options: object) -> list[str]:
 @pytest.mark.parametrize("options", ASKED)
 def test_a_model_that_comes_too_late_for_torchs_own_is_told(region: int, options: dict[str, object]) -> None:
     trained(**options)
-    with pytest.warns(FxprecWarning, match=r"allocator='system': not in force: this process has the compact allocator"):
+    with pytest.warns(
+        FxprecWarning, match=r"allocator='system': has no effect: an earlier model .* has already installed the compact"
+    ):
         trained(allocator="system")
     with warnings.catch_warnings():
         warnings.simplefilter("error", FxprecWarning)
@@ -398,13 +400,14 @@ def test_a_model_that_takes_torchs_own_from_another_says_so() -> None:
     compact.uninstall()
     trained(allocator="system")
     with pytest.warns(
-        FxprecWarning, match=r"allocator='compact': holds the tensors of a model with allocator='system'"
+        FxprecWarning,
+        match=r"allocator='compact': from now on also allocates the tensors of a model with allocator='system'",
     ):
         trained(allocator="compact")
 
 
 def test_strict_refuses_what_is_not_in_force() -> None:
-    with pytest.raises(FallbackError, match="not in force: this process has the compact allocator"):
+    with pytest.raises(FallbackError, match=r"has no effect: an earlier model .* has already installed the compact"):
         trained(allocator="system", strict=True)
 
 
