@@ -71,7 +71,7 @@ def _notice_given(work: Work) -> None:
 def _notice_none(work: Work) -> None:
     """Add a notice that no GEMM's operands are rounded although the recipe has formats for them."""
     for found in work.operand_formats[:1]:
-        detail = f"recipe {work.settings.recipe.name!r} rounds no GEMM's operands here; of the first, {found.why}"
+        detail = f"recipe {work.settings.recipe.name!r} rounds no GEMM's operands here; the first GEMM: {found.why}"
         work.notices.append(Notice("block-gemms", detail))
 
 
@@ -87,7 +87,7 @@ def _remark(work: Work, operands: Operands) -> str:
         "gradients rounded at random" if operands.stochastic else "",
         "weight gradients through a random Hadamard matrix" if operands.hadamard else "",
         f"to step {operands.high_after}" if operands.high_after else "",
-        f"gradients' products turned {operands.eden} elements at a time, with scales by MS-EDEN"
+        f"operands of gradients' products rotated {operands.eden} elements at a time, with scales by MS-EDEN"
         if operands.eden
         else "",
     ]

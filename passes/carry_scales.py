@@ -94,7 +94,7 @@ class _Walk:
         for target, node in self.unknown.items():
             module = module_path((list((node.meta.get("fwd_nn_module_stack") or {}).values()) or [("", "")])[-1][0])
             where = f" ({module})" if module else ""
-            self.work.remarks.append(f"{target}{where} gets unscaled gradients: it is not in the table of linear ones")
+            self.work.remarks.append(f"{target}{where} gets unscaled gradients: fxprec does not list it as linear")
 
     def _visit(self, node: Node) -> None:
         cast = Quantize.match(node)

@@ -85,7 +85,7 @@ def _read_high(needs: Needs) -> set[Node]:
     return found
 
 
-WHY_RECOMPUTED = f"{UNREAD}: it is computed again in backward, which takes less time than to store it"
+WHY_RECOMPUTED = f"{UNREAD}: it is recomputed in backward, which takes less time than storing it"
 WHY_KEPT = f"{UNREAD}: backward reads the value itself as well"
 
 
@@ -109,9 +109,9 @@ def _notice_wanted_blocks(work: Work, refused: Mapping[int, str]) -> None:
         name = work.given.sites[site.id].saved_as
         if not name or site.saved_as:
             continue
-        why = refused.get(site.id, "").removeprefix(f"{name} is no choice: ")
+        why = refused.get(site.id, "").removeprefix(f"{name} cannot hold it: ")
         if not why:
-            why = "no copy in 8 bits is saved of it for backward alone" + (f", since {site.why}" if site.why else "")
+            why = "no 8-bit copy of it is saved for backward alone" + (f", since {site.why}" if site.why else "")
         detail = f"sites[{site.id}].saved_as of the given plan is {name!r}, and it stays in {site.format}: {why}"
         work.notices.append(Notice(f"{site.tensor} ({site.module})" if site.module else site.tensor, detail))
 
@@ -164,16 +164,19 @@ def _remark_shared(work: Work) -> None:
     part = work.peak_part
     if part.is_provisional:
         work.remarks.append(
-            "peak budget: the first step knows its graphs one by one, and this one holds the least there"
+            "peak budget: in the first step graphs are planned one by one, so this graph is planned for its lowest peak"
         )
     elif part.is_cut:
-        work.remarks.append("peak budget: a graph break ends this graph, and what follows, not planned here, shares it")
+        work.remarks.append(
+            "peak budget: a graph break ends this graph, and the code after it, which is not planned here, shares the "
+            "budget"
+        )
     elif part.num_graphs > 1:
         assert part.budget is not None, "graphs that share have a budget to share"
         work.remarks.append(
-            f"peak budget: {readable(part.budget)} are shared by {part.num_graphs} graphs of the step; while this one "
-            f"runs, {readable(part.beside)} of others wait or are gradients, and of it at most "
-            f"{readable(int(part.waiting))} wait"
+            f"peak budget: {part.num_graphs} graphs of the step share {readable(part.budget)}; while this graph runs, "
+            f"the others hold {readable(part.beside)} of saved tensors and gradients, and this graph may save at most "
+            f"{readable(int(part.waiting))}"
         )
 
 
@@ -182,9 +185,9 @@ def _notice_unused(work: Work, needs: Needs) -> None:
     borne = {form.copy for forms in needs.forms.values() for form in forms if isinstance(form, Blocks)}
     for fmt in find_formats(work) if work.given is None and set(work.settings.ways) & set(BLOCK_WAYS) else ():
         if fmt not in borne:
-            why = next(iter(filter(None, needs.refused.values())), "backward reads no copy in 8 bits")
+            why = next(iter(filter(None, needs.refused.values())), "backward reads no 8-bit copy")
             work.notices.append(
-                Notice(f"ways {fmt.name!r}", f"no value of this graph may be kept in it; for one, {why}")
+                Notice(f"ways {fmt.name!r}", f"no value of this graph can be kept in it; for the first value, {why}")
             )
 
 
@@ -193,4 +196,4 @@ def _remark(needs: Needs, fit: Fit) -> str:
     counts = Counter(form.counted for form in fit.replay.kept.values())
     words = (Own.counted, Low.counted, *sorted(counts.keys() - {Own.counted, Low.counted}))
     said = ", ".join(f"{counts[word]} {word}" for word in words)
-    return f"peak budget: {said.replace(' ', ' values are ', 1)}, {repeated} computed again in backward"
+    return f"peak budget: {said.replace(' ', ' values are ', 1)}, {repeated} recomputed in backward"

@@ -31,7 +31,7 @@ from fxprec.plan.rows import Reads
 # Reasons, printed in the plan, why a tensor of a low group is high.
 BOUNDARY = "it is the boundary of a checkpointed region: forward and its recomputation read the one value that is saved"
 UNREAD = "nobody would read a low copy"
-RECOMPUTED = f"{UNREAD}: checkpointing computes it again in backward"
+RECOMPUTED = f"{UNREAD}: checkpointing recomputes it in backward"
 GRADIENT = f"{UNREAD}: no GEMM multiplies the codes of this gradient"
 HALF_GRADIENT = "it is narrowed to float16, in which GEMMs multiply it, and no GEMM multiplies its codes"
 PARAMETER = f"{UNREAD}: no GEMM multiplies its codes, and backward reads the parameter itself"
@@ -84,7 +84,8 @@ class _Readers:
         named = {reason.unknown.partition(" ")[0]: reason.unknown for reason in reasons if reason.unknown}
         for name in named.values():
             self.work.remarks.append(
-                f"{name}: what its backward reads keeps its own dtype, since no table says how it bears rounding"
+                f"{name}: its backward reads saved values in their own dtype, since no measurement shows how rounding "
+                "would affect its gradient"
             )
 
     def _chosen_by_hand(self, site: Site) -> str | None:

@@ -41,7 +41,7 @@ from fxprec.plan import Site
 _ACTIVATIONS = frozenset(map(str, having(Trait.GENTLE)))
 _AFFINE = having(Trait.AFFINE) | ops.CASTS
 
-MADE_AGAIN = f"{UNREAD}: it is made again in backward, from the stored copy of its input"
+MADE_AGAIN = f"{UNREAD}: it is recomputed in backward from the stored copy of its input"
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class _Copies:
         for q, chain in reversed(chains.items()):  # a chain from a recomputed value goes first: it adds a reader there
             self._replace(graph, q, chain)
         if chains:
-            said = "tensors are made again in backward, from the stored copy of their input"
-            alone = "tensor is made again in backward, from the stored copy of its input"
+            said = "tensors are recomputed in backward from the stored copy of their input"
+            alone = "tensor is recomputed in backward from the stored copy of its input"
             self.work.remarks.append(f"{len(chains)} {said if len(chains) > 1 else alone}")
 
     def _made_again(self, site: Site) -> Site:

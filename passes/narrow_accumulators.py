@@ -53,7 +53,7 @@ def _arguments(accumulator: Accumulator) -> tuple[object, ...]:
 def _notice(node: Node, accumulator: Accumulator) -> Notice:
     site = place(node.name, module_of(node), source_of(node))
     fused = node.target in ops.ATTENTION | ops.ATTENTION_BACKWARD
-    way_out = "; torch.nn.attention.sdpa_kernel(SDPBackend.MATH) makes GEMMs of it" if fused else ""
+    way_out = "; torch.nn.attention.sdpa_kernel(SDPBackend.MATH) replaces it by GEMMs" if fused else ""
     return Notice(site, f"{node.target} keeps its own accumulator, not {accumulator.format.name}{way_out}")
 
 

@@ -21,5 +21,5 @@ class RecoverOperators(Pass):
     def apply(self, work: Work) -> None:
         mark_values(work.joint.graph, stored=not self.rounds_log_softmax)
         if work.fits_peak and regions.forget(work.joint.graph):
-            work.remarks.append("peak budget: takes the place of the model's own checkpointing")
+            work.remarks.append("peak budget: replaces the model's own checkpointing")
         work.operators = recover_operators(work.joint)

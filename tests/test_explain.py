@@ -77,7 +77,7 @@ ONE_VALUE = "every reader gets this one value: there is no second copy"
 UNREAD = "bf16 and not e4m3fn, since nobody would read a low copy: "
 LINES = {
     ("x", "output"): ("recipe 'fp8' holds a low output in e4m3fn", READ_BY_BACKWARD),
-    ("add_1", "output"): (UNREAD + "it is made again in backward, from the stored copy of its input", ONE_VALUE),
+    ("add_1", "output"): (UNREAD + "it is recomputed in backward from the stored copy of its input", ONE_VALUE),
     ("qkv.weight", "param"): (
         UNREAD + "no GEMM multiplies its codes, and backward reads the parameter itself",
         ONE_VALUE,
@@ -87,10 +87,11 @@ LINES = {
         READ_BY_GEMMS_TOO,
     ),
     ("addmm_1", "output"): (
-        "bf16 and not e4m3fn, since an angle's error counts in radians, and from 16 to 32 e4m3fn rounds by up to 1 (aten.cos)",
+        "bf16 and not e4m3fn, since an angle's error counts in radians, and from 16 to 32 e4m3fn rounds by up to 1 "
+        "(aten.cos)",
         READ_BY_GEMMS_TOO,
     ),
-    ("addmm_2", "output"): (UNREAD + "checkpointing computes it again in backward", ONE_VALUE),
+    ("addmm_2", "output"): (UNREAD + "checkpointing recomputes it in backward", ONE_VALUE),
     ("addmm_3", "output"): (
         "bf16 and not e4m3fn, since it is the boundary of a checkpointed region: forward and its recomputation read "
         "the one value that is saved",

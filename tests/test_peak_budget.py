@@ -108,7 +108,7 @@ def test_block_formats_are_ways_that_a_plan_file_keeps(tmp_path: Any) -> None:
     gelu = next(s for s in plan.sites if s.tensor == "addmm_2")
     wrong = [replace(s, way="narrow", saved_as="int4") if s is gelu else s for s in plan.sites]
     replace(plan, sites=tuple(wrong)).save(tmp_path / "wrong.json")
-    with pytest.raises(fxprec.PlanError, match=r"is .int4.: int4 is no choice: backward reads it"):
+    with pytest.raises(fxprec.PlanError, match=r"is .int4.: int4 cannot hold it: backward also reads the value"):
         trained(model, TOKENS, plan=tmp_path / "wrong.json")
 
 
@@ -154,9 +154,7 @@ def test_ways_that_leave_out_what_cannot_be_computed_again_are_refused(tmp_path:
     plan, _ = trained(model, torch.randn(64, 32), peak_budget="100%")
     assert plan.peak_bytes is not None
     replace(plan, peak_bytes=replace(plan.peak_bytes, kept=())).save(path)
-    words = (
-        r"^the given plan leaves out .*, which backward needs and which cannot be computed again; give its site the way"
-    )
+    words = r"^the given plan leaves out .*, which backward needs and which cannot be recomputed; give its site the way"
     with pytest.raises(fxprec.PlanError, match=words):
         trained(model, torch.randn(64, 32), plan=path)
 
@@ -190,7 +188,7 @@ def test_the_models_own_checkpointing_gives_way() -> None:
     torch.manual_seed(0)
     model, x = Checkpointed(), torch.randn(64, 32)
     plan, found = trained(model, x, peak_budget="100%")
-    assert "peak budget: takes the place of the model's own checkpointing" in plan.notes
+    assert "peak budget: replaces the model's own checkpointing" in plan.notes
     assert cosine(found, gradients(model, model, x)) > 0.999
 
 

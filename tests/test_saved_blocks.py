@@ -227,7 +227,7 @@ def test_a_plan_file_keeps_it_and_can_be_edited(tmp_path):
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     assert any("stored in int4, 4.125 bits an element" in line for line in explain(plan, "convolution"))
-    assert any("holds a low output in e4m3fn; int4 is no choice" in line for line in explain(plan, "addmm"))
+    assert any("holds a low output in e4m3fn; int4 cannot hold it" in line for line in explain(plan, "addmm"))
     wanted = {"convolution": "int2", "sin": "", "addmm": "int4"}
     edited = [replace(s, saved_as=wanted.get(s.tensor, s.saved_as)) if s.kind == "output" else s for s in plan.sites]
     replace(plan, sites=tuple(edited)).save(tmp_path / "edited.json")
@@ -262,7 +262,7 @@ def test_a_plan_for_inference_cannot_have_a_copy_in_blocks(tmp_path):
     replace(made, sites=(replace(first, saved_as="int4"), *others)).save(tmp_path / "p.json")
     with pytest.warns(
         FxprecWarning,
-        match=r"sites\[0\]\.saved_as of the given plan is 'int4', and it stays in \w+: no copy in 8 bits is saved of it",
+        match=r"sites\[0\]\.saved_as of the given plan is 'int4', and it stays in \w+: no 8-bit copy of it is saved",
     ):
         assert plan(recipe="fp8", plan=tmp_path / "p.json").sites[0].saved_as == ""
 

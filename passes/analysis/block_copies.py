@@ -54,10 +54,10 @@ class Refusals:
         )
         size += SIGNS.num_bytes(val.numel()) if above_0 and not is_exact else 0
         if size >= most:
-            return f"its {val.numel()} elements take {size} bytes in it, no fewer"
+            return f"its {val.numel()} elements take {size} bytes in it, which saves nothing"
         if is_exact:
             is_compared = any(is_compared_with_0(read) for read in reads)
-            return "backward asks for its sign, which a block's scale may round to 0" if is_compared else None
+            return "backward tests its sign, and a block's scale may round it to 0" if is_compared else None
         biased = self._biased_by(reads, fmt, above_0)
         return None if biased is None else self._also_read_by(biased)
 
@@ -75,7 +75,10 @@ class Refusals:
     def _also_read_by(self, reader: Node) -> str:
         op = self.work.operators.of_backward_node.get(reader)
         name = reader.name if op is None else op.aten
-        return f"the backward of {name[:60]} reads it too, where noise does not average out as in a weight's gradient"
+        return (
+            f"the backward of {name[:60]} reads it too, where rounding noise does not average out as it does in a "
+            "weight's gradient"
+        )
 
 
 def wanted_block_formats(work: Work, site: Site, q: Node) -> list[BlockFormat]:

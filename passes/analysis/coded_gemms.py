@@ -116,7 +116,7 @@ def _same(found: tuple[int | torch.SymInt, ...], wanted: tuple[int | torch.SymIn
 def native_refusal(a: Coded, b: Coded, gemm: Node) -> str | None:
     """Return why ``torch._scaled_mm`` cannot multiply the codes, or None if it can."""
     if not (a.is_fp8 and b.is_fp8):
-        return f"{a.fmt.name} and {b.fmt.name} are no hardware formats"
+        return f"{a.fmt.name} and {b.fmt.name} are not hardware formats"
     if a.fmt.torch_dtype == b.fmt.torch_dtype == torch.float8_e5m2:
         return "no hardware multiplies e5m2 by e5m2"
     left, right = map(tensor_of, operands(gemm))

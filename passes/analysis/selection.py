@@ -48,8 +48,8 @@ def without_effect(tensors: Sequence[CountedTensor], keep_high: tuple[str, ...])
         held = [t for t in tensors if covers(pattern, t.module)]
         if held and not any(t.saved and t.kind == "output" for t in held):
             yield (
-                f"keep_high pattern {pattern!r} changes nothing: backward reads no output of these modules; what a "
-                "layer reads in backward is its input, so name the module that makes the input"
+                f"keep_high pattern {pattern!r} changes nothing: backward reads no output of these modules; a layer's "
+                "backward reads its input, so name the module that computes the input"
             )
 
 

@@ -37,12 +37,14 @@ HARMLESS = frozenset(map(str, having(Trait.BEARS_ROUNDING)))
 EXPONENTIATED_OPERANDS: Mapping[object, tuple[int, ...]] = column("exponentiates")
 EXPONENTIATED = HighReason("backward exponentiates it: an error of 0.5 in the exponent is a factor of 1.6")
 STATISTIC = HighReason(
-    "it is a statistic: its one error is in every element it is spread over, and it takes next to nothing",
+    "it is a statistic: its rounding error would reach every element that it is broadcast to, and storing it costs "
+    "little",
     as_it_is=True,
 )
-UNKNOWN = HighReason("no table says how the backward that reads it bears rounding", as_it_is=True)
+UNKNOWN = HighReason("no measurement shows how rounding would affect the backward that reads it", as_it_is=True)
 COMPARED = HighReason(
-    "backward asks where it equals another value: a rounded one equals it nowhere, and 0 / 0 is NaN", as_it_is=True
+    "backward compares it for equality with another value: a rounded copy equals it nowhere, and 0 / 0 is NaN",
+    as_it_is=True,
 )
 
 

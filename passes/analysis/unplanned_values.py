@@ -59,7 +59,7 @@ def _nested_graphs(operators: Operators) -> Iterator[Notice]:
             names = tuple(str(n.target) for n in node.all_input_nodes if _is_graph(n))
             if names and names not in seen:
                 seen.add(names)
-                detail = f"what {node.target} runs is not planned and keeps the model's own precision"
+                detail = f"the code inside {node.target} is not planned and keeps the model's own precision"
                 yield Notice(place(node.name, op.module, op.source), detail)
 
 

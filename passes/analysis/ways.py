@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 class Demand(Enum):
     """A use of a value in backward. The demands on a value decide which ways it tolerates."""
 
-    READ = "backward reads it itself, or rounding to 8 bits would spoil it"
-    READ_LOW = "backward reads a copy in 8 bits"
-    RECOMPUTE = "another value is computed again from it, exactly"
-    RECOMPUTE_LOW = "another value is computed again from it, and may be rounded"
+    READ = "backward reads the value itself, or rounding to 8 bits would make its error too large"
+    READ_LOW = "backward reads an 8-bit copy"
+    RECOMPUTE = "another value is recomputed from it exactly"
+    RECOMPUTE_LOW = "another value is recomputed from it and may be rounded"
 
 
 ANY = frozenset(Demand)

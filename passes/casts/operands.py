@@ -56,7 +56,7 @@ class Rounding:
         odd = None if pads else next((size for size in sizes if size % self.unit), None)
         is_of_block = self.unit == self.fmt.block
         who = f"blocks of {self.fmt.name} need" if is_of_block else "a Hadamard matrix of that size needs"
-        return None if odd is None else f"{odd} is no multiple of {self.unit}, which {who}"
+        return None if odd is None else f"{odd} is not a multiple of {self.unit}, which {who}"
 
     @property
     def unit(self) -> int:

@@ -38,7 +38,7 @@ def as_given(work: Work, needs: Needs, given: GivenPeak) -> tuple[Fit, PeakBytes
     for node, _ in replay.repeated:
         if node not in needs.step.decoded and not can_repeat(node):
             raise PlanError(
-                f"the given plan leaves out {node.name}, which backward needs and which cannot be computed again; give "
+                f"the given plan leaves out {node.name}, which backward needs and which cannot be recomputed; give "
                 "its site the way 'keep', or plan again"
             )
         _refuse_sources(needs, node, kept)
@@ -60,17 +60,15 @@ def _form_of(needs: Needs, node: Node, site: Site) -> Form:
         and not is_promoted
         and not any(isinstance(form, Blocks) for form in found)
     ):
-        why = needs.refused.get(node) or (
-            f"{site.saved_as} is no choice: backward reads it elsewhere than as a low copy"
-        )
+        why = needs.refused.get(node) or (f"{site.saved_as} cannot hold it: backward also reads the value itself")
         raise PlanError(
             f"sites[{site.id}].saved_as ({site.tensor}) of the given plan is {site.saved_as!r}: {why}; take saved_as "
             "out, or plan again"
         )
     if not found:
         raise PlanError(
-            f"{entry} of the given plan is {site.way!r}, and no form of the value serves all that backward reads of it "
-            "in that way; give it the way 'keep', or plan again"
+            f"{entry} of the given plan is {site.way!r}, and backward reads the value in a way that this does not "
+            "serve; give it the way 'keep', or plan again"
         )
     return found[-1]  # the last: a copy is preferred to the value itself
 
@@ -87,7 +85,7 @@ def _cannot_move(entry: str, why: str) -> str:
     return f"{entry} of the given plan is 'offload', and {why}; give it the way 'keep', or plan again"
 
 
-_STAYS = "a value stays on the device whose size is dynamic, which is an output, or which lies with gaps"
+_STAYS = "outputs, values of dynamic size and values with gaps in memory stay on the device"
 
 
 def _refuse_sources(needs: Needs, repeated: Node, kept: Mapping[Node, Form]) -> None:
@@ -97,6 +95,6 @@ def _refuse_sources(needs: Needs, repeated: Node, kept: Mapping[Node, Form]) -> 
         if form is not None and Demand.RECOMPUTE_LOW not in form.serves and repeated not in needs.step.decoded:
             kept_as = f"in {form.copy.name}" if isinstance(form, Blocks) else form.counted
             raise PlanError(
-                f"the given plan keeps {source.name} {kept_as}, and has {repeated.name} computed again from it, whose "
-                "error would not average out; keep one of the two in 8 bits or more"
+                f"the given plan keeps {source.name} {kept_as}, and recomputes {repeated.name} from it, whose error "
+                "would not average out; keep one of the two in 8 bits or more"
             )

@@ -169,7 +169,7 @@ def _in_blocks(needs: Needs, copies: _Copies, work: Work) -> dict[Node, list[Blo
             if reason is None
         ]
         if not found[node]:
-            needs.refused[node] = next((f"{f.name} is no choice: {why}" for f, why in reasons.items() if why), "")
+            needs.refused[node] = next((f"{f.name} cannot hold it: {why}" for f, why in reasons.items() if why), "")
     return found
 
 

@@ -73,7 +73,7 @@ class Effort:
         """Count one search of ``nodes`` branch-and-bound nodes, and show the counts."""
         self.searches += 1
         self.nodes += nodes
-        self.progress.show(f"planning what backward gets: search {self.searches}, {self.nodes} nodes")
+        self.progress.show(f"planning what is kept for backward: search {self.searches}, {self.nodes} nodes")
 
     def take_replay(self, items: int) -> bool:
         """Subtract a replay of ``items`` from the allowance; return whether it may run."""

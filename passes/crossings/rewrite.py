@@ -147,4 +147,4 @@ class Rewrite:
                 sites[row] = row_of(sites[row], "recompute", self.stage.hi.name, _WHY_RECOMPUTED)
 
 
-_WHY_RECOMPUTED = "the peak budget has it computed again in backward"
+_WHY_RECOMPUTED = "it is recomputed in backward to meet the peak budget"

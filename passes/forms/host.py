@@ -14,7 +14,7 @@ from fxprec.passes.forms.own import Own
 from fxprec.passes.forms.stage import Stage
 from fxprec.plan.rows import Site
 
-_WHY = "the peak budget has it wait in host memory"
+_WHY = "it waits in host memory to meet the peak budget"
 
 
 @dataclass(frozen=True)

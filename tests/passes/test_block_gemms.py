@@ -80,7 +80,10 @@ def test_the_plan_says_which_formats_each_gemm_has_and_is_followed() -> None:
     first, last = backend.plans[0].gemms
     assert (first.forward, first.input_grad, first.weight_grad) == (MXFP8, "", MXFP8)
     assert (last.forward, last.input_grad, last.weight_grad) == (MXFP8,) * 3
-    said = f"rounds its operands to blocks, {MXFP8} for its value, {MXFP8} for its input's gradient, {MXFP8} for its weight's"
+    said = (
+        f"rounds its operands to blocks, {MXFP8} for its value, {MXFP8} for its input's gradient, {MXFP8} for its "
+        "weight's"
+    )
     assert f"GEMM 1 {said}" in lines_about(backend, "addmm_1")
     assert backend.plans[0].notes[0].startswith("block-gemms: 2 of 2 GEMMs round their operands to blocks (forward")
 
@@ -145,7 +148,7 @@ def test_products_of_two_values_stay_high() -> None:
 
 def test_a_model_without_a_gemm_that_is_rounded_is_told() -> None:
     with pytest.warns(
-        FxprecWarning, match="recipe 'mxfp8' rounds no GEMM's operands here; of the first, aten.convolution"
+        FxprecWarning, match="recipe 'mxfp8' rounds no GEMM's operands here; the first GEMM: aten.convolution"
     ):
         compiled(nn.Conv2d(2, 4, 3), eager_backend("mxfp8"))(batch().unsqueeze(0))
 
@@ -180,12 +183,12 @@ def test_sizes_that_no_block_fits_are_left_and_the_user_is_told() -> None:
     assert (first.formats, first.why) == ((first.forward, first.weight_grad), "")
     assert last.forward is None
     assert last.weight_grad is not None
-    assert last.why == f"forward: 40 is no multiple of 32, which blocks of {MXFP8} need"
+    assert last.why == f"forward: 40 is not a multiple of 32, which blocks of {MXFP8} need"
     (notice,) = found.work.notices
     assert notice.site.startswith("addmm_1 (1")
-    with pytest.warns(FxprecWarning, match="40 is no multiple of 32"):
+    with pytest.warns(FxprecWarning, match="40 is not a multiple of 32"):
         compiled(model, eager_backend("mxfp8"))(batch())
-    with pytest.raises(FallbackError, match="40 is no multiple of 32"):
+    with pytest.raises(FallbackError, match="40 is not a multiple of 32"):
         compiled(model, eager_backend("mxfp8", strict=True))(batch())
 
 

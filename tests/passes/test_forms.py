@@ -57,14 +57,14 @@ def test_a_given_plan_asks_the_forms_for_a_way_of_any_name(node: Node) -> None:
     both = needs(forms={node: (Own(), THIN)})
     assert given_plan._form_of(both, node, SITE) == THIN
     assert given_plan._form_of(both, node, replace(SITE, promoted_at=3)) == Own()
-    with pytest.raises(PlanError, match=r"sites\[0\]\.way \(x\) of the given plan is 'thin', and no form"):
+    with pytest.raises(PlanError, match=r"sites\[0\]\.way \(x\) of the given plan is 'thin', and backward reads"):
         given_plan._form_of(needs(forms={node: (Own(),)}), node, SITE)
 
 
 def test_nothing_is_computed_again_from_a_form_that_does_not_bear_it(node: Node) -> None:
     again = node.graph.call_function(torch.relu, (node,))
     given_plan._refuse_sources(needs(), again, {node: Low(E4M3FN)})
-    with pytest.raises(PlanError, match="keeps x in rank 8, and has relu computed again from it"):
+    with pytest.raises(PlanError, match="keeps x in rank 8, and recomputes relu from it"):
         given_plan._refuse_sources(needs(), again, {node: THIN})
 
 
@@ -78,5 +78,5 @@ def test_the_note_counts_every_form() -> None:
     forms = dict(enumerate((Own(), THIN, THIN, OnHost(Low(E4M3FN)))))
     fit = SimpleNamespace(replay=SimpleNamespace(kept=forms, repeated=()))
     assert _remark(needs(), cast("Any", fit)) == (
-        "peak budget: 1 values are kept, 0 kept in 8 bits, 1 in host memory, 2 in rank 8, 0 computed again in backward"
+        "peak budget: 1 values are kept, 0 kept in 8 bits, 1 in host memory, 2 in rank 8, 0 recomputed in backward"
     )

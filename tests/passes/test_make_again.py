@@ -29,7 +29,7 @@ def test_a_value_made_again_from_another_one_comes_after_it():
     model, x = nn.Sequential(nn.Linear(64, 64), Normed(), nn.Linear(64, 64)), torch.randn(32, 64)
     step = compiled(model, backend := eager_backend("fp8", low_ratio=1.0))
     step(x).square().sum().backward()
-    assert "2 tensors are made again in backward, from the stored copy of their input" in backend.plans[0].notes
+    assert "2 tensors are recomputed in backward from the stored copy of their input" in backend.plans[0].notes
     found = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     model(x).square().sum().backward()

@@ -21,7 +21,7 @@ def test_it_is_shown_on_a_terminal_where_planning_takes_long(monkeypatch, quiet_
     err = stream()
     monkeypatch.setattr("sys.stderr", err)
     progress = Progress(quiet_s)
-    progress.show("planning what backward gets: search 3, 7 nodes")
-    assert ("fxprec: planning what backward gets: search 3, 7 nodes, 0 s" in err.getvalue()) == shown
+    progress.show("planning what is kept for backward: search 3, 7 nodes")
+    assert ("fxprec: planning what is kept for backward: search 3, 7 nodes, 0 s" in err.getvalue()) == shown
     progress.end()
     assert err.getvalue().endswith("\r\x1b[K") == shown

@@ -333,8 +333,8 @@ def test_an_operator_that_no_table_knows_is_named_in_the_notes() -> None:
     plan = run_pass("write-plan", Prod(), torch.randn(5, 4)).work.plan
     (note,) = plan.notes
     assert re.fullmatch(
-        r"aten\.prod \(prod, test_sensitive\.py:\d+\): what its backward reads keeps its own dtype, "
-        "since no table says how it bears rounding",
+        r"aten\.prod \(prod, test_sensitive\.py:\d+\): its backward reads saved values in their own dtype, since no "
+        r"measurement shows how rounding would affect its gradient",
         note,
     )
     assert set(sites_because(plan.sites, f"{sensitive.UNKNOWN.why} (aten.prod)")) == {"fp32"}

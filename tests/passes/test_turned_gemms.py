@@ -51,14 +51,14 @@ def test_eden_turns_and_corrects_both_operands_of_the_gradients_products() -> No
     casts = [Quantize.of(q) for q in found.nodes(Quantize.target)]
     assert all(cast.seed is None for cast in casts), "elements are rounded to nearest"
     assert [cast.format for cast in casts].count("1-2-1/256:e4m3fn*") == 2, "a turned weight has no squares"
-    said = "gradients' products turned 32 elements at a time, with scales by MS-EDEN)"
+    said = "operands of gradients' products rotated 32 elements at a time, with scales by MS-EDEN)"
     assert found.work.remarks[-1].endswith(said)
 
 
 def test_sizes_that_no_turned_vector_fits_are_left_and_the_user_is_told() -> None:
     first, last = ran(recipe=recipe(**{**NVFP4_EDEN, "eden": 64})).work.operand_formats
     assert (len(first.formats), first.why) == (2, ""), "64 tokens; no gradient of the input"
-    assert last.why == "input_grad: 32 is no multiple of 64, which a Hadamard matrix of that size needs"
+    assert last.why == "input_grad: 32 is not a multiple of 64, which a Hadamard matrix of that size needs"
 
 
 def test_a_given_plan_whose_scales_cannot_be_corrected_is_told(tmp_path: Any) -> None:

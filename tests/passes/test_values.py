@@ -106,7 +106,7 @@ def test_nested_graphs_keep_their_precision(inner: str, storage: str) -> None:
     backend = eager_backend(storage)
     compare(lambda: Nested(inner), batches(8, 16), backend)
     said = [(e.site, e.detail) for e in backend.events if e.kind == "fallback"]
-    detail = f"what {inner} runs is not planned and keeps the model's own precision"
+    detail = f"the code inside {inner} is not planned and keeps the model's own precision"
     assert [d for _, d in said] == [detail] * len(said)
     assert said
     assert "test_values.py:" in said[0][0]
@@ -115,7 +115,7 @@ def test_nested_graphs_keep_their_precision(inner: str, storage: str) -> None:
 
 def test_nested_graphs_are_an_error_under_strict() -> None:
     model = torch.compile(Nested("cond"), backend=eager_backend("packed", strict=True))
-    with pytest.raises(FallbackError, match=r"test_values.py:\d+: what cond runs is not planned"):
+    with pytest.raises(FallbackError, match=r"test_values.py:\d+: the code inside cond is not planned"):
         model(*batches(8, 16)[0])
 
 

@@ -32,7 +32,7 @@ POINTWISE = (
     row(
         "clamp.Tensor",
         hands_on="any",
-        operands=HighReason("backward asks on which side of another tensor it is, which is rounded too"),
+        operands=HighReason("backward tests on which side of another tensor it lies, and that tensor is rounded too"),
     ),
     row("maximum minimum", hands_on="any"),
     row("reciprocal rsqrt sqrt log log2 log10", divisor_at=0),

@@ -38,13 +38,13 @@ def verdict(errors: Mapping[str, Any], *, covered: bool = True) -> HighReason | 
     is_spoiled = errors["bf16"] > TIMES * BF16
     if is_spoiled or (covered and errors["e4m3fn"] > TIMES * E4M3FN):
         fmt = "bf16" if is_spoiled else "e4m3fn"
-        why = f"read from a copy in {fmt} it puts its gradient off by {_text(errors[fmt])}"
+        why = f"read from a {fmt} copy, it changes its gradient by {_text(errors[fmt])}"
         return HighReason(why, as_it_is=is_spoiled)
     return None if covered else SAMPLES_ONLY
 
 
 def _text(error: float) -> str:
-    return f"{error:.0%}" if error < 10 else "more than ten times what it is"
+    return f"{error:.0%}" if error < 10 else "more than ten times its size"
 
 
 def rows(by_hand: frozenset[str]) -> Iterator[Row]:

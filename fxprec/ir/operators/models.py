@@ -22,21 +22,33 @@ _NEAR_1 = "its gradient divides by the root of 1 - x^2, which is 0 where x is ro
 RESULTS = (
     row("_softmax.* _safe_softmax.*", result=HighReason(_PROBABILITY), traits=Trait.SOFTMAX),
     row("_log_softmax.*", traits=Trait.SOFTMAX),
-    row("tanh.*", result=HighReason("its gradient is 1 - y^2: near 1 an error of 2^-5 in y is all of it")),
-    row("sigmoid.*", result=HighReason("its gradient is y (1 - y): near 1 an error of 2^-5 in y is all of it")),
+    row(
+        "tanh.*", result=HighReason("its gradient is 1 - y^2: near 1 an error of 2^-5 in y is as large as the gradient")
+    ),
+    row(
+        "sigmoid.*",
+        result=HighReason("its gradient is y (1 - y): near 1 an error of 2^-5 in y is as large as the gradient"),
+    ),
     row(
         "logcumsumexp.*",
         result=HighReason("backward exponentiates it, in a sum: an error of 0.5 in the exponent is a factor of 1.6"),
     ),
-    row("expm1.*", result=HighReason("its gradient is y + 1: near -1 an error of 2^-5 in y is all of it")),
+    row(
+        "expm1.*", result=HighReason("its gradient is y + 1: near -1 an error of 2^-5 in y is as large as the gradient")
+    ),
     row(
         "cumprod.*",
         result=HighReason(
             "backward divides it by a factor: after a small factor it is 0 in e4m3fn, and the gradient with it"
         ),
     ),
-    row("rsqrt.*", result=HighReason("its gradient is y^3 / 2: of an operand below 5e-6 y is beyond e4m3fn's 448")),
-    row("reciprocal.*", result=HighReason("its gradient is y^2: of an operand below 1/448 y is beyond e4m3fn's 448")),
+    row(
+        "rsqrt.*", result=HighReason("its gradient is y^3 / 2, and for an operand below 5e-6 y is beyond e4m3fn's 448")
+    ),
+    row(
+        "reciprocal.*",
+        result=HighReason("its gradient is y^2, and for an operand below 1/448 y is beyond e4m3fn's 448"),
+    ),
     row("exp.*", result=HighReason("its range is as wide as the exponent's: it overflows, or most of it is 0")),
 )
 

@@ -39,8 +39,8 @@ class OtherSizes:
         found = where_all_fit(self.moments, self.room, self.ranges)
         chosen = f"peak budget: chosen at the traced sizes, {traced(self.ranges)}"
         if found is None:
-            return f"{chosen}; at which others it holds is not known"
-        return f"{chosen}; it holds {found or 'at all that the guards allow'}"
+            return f"{chosen}; whether it holds at other sizes is not known"
+        return f"{chosen}; it holds {found or 'at all sizes that the guards allow'}"
 
     def excess(self, args: Sequence[Any]) -> str | None:
         """Return a message if a call's sizes exceed the budget by more than all calls before, else None."""
