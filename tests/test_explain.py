@@ -214,7 +214,7 @@ def test_a_budget_that_graphs_share_is_said(plan):
     first, second, third = explain(held, "peak_budget")
     assert first == "peak_budget 1,000,000 bytes shared by 2 graphs of the step, 750,000 of it for this one"
     assert "holds 700,000 bytes as predicted, 690,000 as compiled; 2,000,000 with everything kept" in second
-    assert third.endswith("1 are kept in int4, 1 are computed again, 1 are kept; 1 without a site are kept")
+    assert third.endswith("1 are kept in int4, 1 are recomputed, 1 are kept; 1 without a site are kept")
     assert "shared by 2 graphs of the step, 750,000 of it for this one" in explain(held, sites[0].tensor)[1]
     alone = replace(held, peak_bytes=replace(peak, graphs=1, beside=0))
     assert not any("shared" in line for line in (*explain(alone, "peak_budget"), *explain(alone, sites[0].tensor)))

@@ -197,7 +197,7 @@ def test_explain_prints_what_is_held_as_text_and_as_json(dumped, capsys):
         (["diff", "{d}/a", "{d}/none"], "{d}/none: cannot be read: No such file or directory; give the path of a plan file"),
         (["diff", "{d}/a", "{d}/empty"], "{d}/empty: holds no dump (no graph-0); give a folder that dump= or fxprec dump wrote"),
         (["report", "{d}/half"], "{d}/half/graph-0: has no plan.json, so this compilation did not end; dump the model again"),
-        (["explain", "{d}/a", "addm"], "'addm' is no tensor or module of this plan; did you mean 'addmm'?; plan.sites and the dump's texts list them"),
+        (["explain", "{d}/a", "addm"], "'addm' is not a tensor or module of this plan; did you mean 'addmm'?; plan.sites and the dump's texts list them"),
         (["dump", "net.py"], "target 'net.py' names no factory; give path/file.py:factory or module:callable"),
         (["dump", "{d}/net.py:mak"], "target '{d}/net.py:mak': {d}/net.py has no callable 'mak'; did you mean 'make'?; give path/file.py:factory or module:callable"),
         (["dump", "{d}/net.py:wrong", "--out", "{d}/w"], "target '{d}/net.py:wrong' returned int; let it return (model, example inputs), the inputs a tensor, a tuple or a dict of keywords"),
@@ -214,7 +214,7 @@ def test_bad_input_is_one_line_and_2(arguments, said, dumped, capsys):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("plan.json", "is not valid JSON at line 15, column 1: .*; it may be truncated, write it again"),
+        ("plan.json", "is not valid JSON at line 15, column 1: .*; the file may be truncated; write it again"),
         ("graph.json", r"is no graph that fxprec wrote \(.*\); dump the model again"),
     ],
 )

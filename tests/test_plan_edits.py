@@ -89,7 +89,8 @@ def test_a_site_edited_beside_its_group_keeps_its_format_or_is_a_contradiction(s
     assert plan.sites[site].format == "fp16"
     assert sites_of(plan, group)["backward"] == {"bf16"}
     words = (
-        rf"groups\[{group}\]\.low was set to false and sites\[{site}\]\.format \(.*\) to 'e5m2', which say the contrary"
+        rf"groups\[{group}\]\.low was set to false and sites\[{site}\]\.format \(.*\) to 'e5m2', which contradict each "
+        r"other"
     )
     with pytest.raises(fxprec.PlanError, match=words):
         followed(lambda data: edit(data, "e5m2"))
@@ -160,7 +161,10 @@ def test_in_a_simulation_a_group_switched_over_takes_its_sites_along(tmp_path: P
 
 
 def test_a_format_without_a_dtype_is_refused_in_native_storage(saved: Data, followed: Any, tmp_path: Path) -> None:
-    words = r"sites\[0\]\.format \(args.0\) of the given plan is '1-5-2', .*storage='native' needs one; give storage='packed'"
+    words = (
+        r"sites\[0\]\.format \(args.0\) of the given plan is '1-5-2', .*storage='native' needs one; give "
+        r"storage='packed'"
+    )
 
     def edit(data: Data) -> None:
         data["sites"][0]["format"] = "1-5-2"
@@ -185,7 +189,7 @@ def test_a_plan_in_which_every_reader_gets_the_stored_value_is_refused(
         if not said:
             del data["compute"]
 
-    words = r"compute: is 'stored' \(as in a file that does not say\): .*; plan again: .*storage='simulate'[^\n]*$"
+    words = r"compute: is 'stored' \(also where a file leaves it out\): .*; plan again: .*storage='simulate'[^\n]*$"
     with pytest.raises(fxprec.PlanError, match=words):
         followed(stored)
     data = dict(saved)

@@ -98,8 +98,8 @@ HUGE = 10**400
         (("total_elements",), 2**63, "total_elements: is 9223372036854775808; it must be an int from 0 to"),
         (("requested_low_ratio",), 1.5, "requested_low_ratio: is 1.5; it must be a number from 0 to 1"),
         (("requested_low_ratio",), True, "requested_low_ratio: is True; it must be a finite number"),
-        (("achieved_low_ratio",), float("nan"), "holds NaN, which is no JSON number; write a finite number or null"),
-        (("achieved_low_ratio",), float("-inf"), "holds -Infinity, which is no JSON number"),
+        (("achieved_low_ratio",), float("nan"), "holds NaN, which is not a JSON number; write a finite number or null"),
+        (("achieved_low_ratio",), float("-inf"), "holds -Infinity, which is not a JSON number"),
         (("storage",), "nativ", "storage: is 'nativ'; it must be one of 'native', 'packed', 'simulate'; did you mean"),
         (("recipe",), "fp8", "recipe: is 'fp8'; it must be an object"),
         (("recipe", "lo_forward"), "fp32", "recipe.lo_forward is fp32 (32 bits), wider than hi bf16"),
@@ -159,9 +159,9 @@ def test_a_missing_key_is_named(path, keys, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is not valid JSON at line 1, column 1: Expecting value; it may be truncated, write it again"),
+        (b"", "is not valid JSON at line 1, column 1: Expecting value; the file may be truncated; write it again"),
         (TEXT[:-40].encode(), "is not valid JSON at line "),
-        (b"{", "is not valid JSON at line 1, column 2: Expecting property name enclosed in double quotes; it may be"),
+        (b"{", "is not valid JSON at line 1, column 2: Expecting property name enclosed in double quotes; the file may be"),
         (b"[]", "top level: is []; it must be an object"),
         (b"null", "top level: is None; it must be an object"),
         (b'"' + b"a" * 5000 + b'"', "top level: is 'aaaa"),
@@ -170,7 +170,7 @@ def test_a_missing_key_is_named(path, keys, message):
         (b'{"schema": 1, "schema": 1}', "holds the key 'schema' twice in one object; remove one"),
         (b"[" * 200_000 + b"]" * 200_000, "is nested too deeply for a plan file"),
         (b'{"a":' * 200_000 + b"1" + b"}" * 200_000, "is nested too deeply for a plan file"),
-        (b"[" + b"0," * 5_000_000 + b"0]", "holds more than 4000000 values, so it is no plan file"),
+        (b"[" + b"0," * 5_000_000 + b"0]", "holds more than 4000000 values, so it is not a plan file"),
         (b"cos\nsystem\n(S'echo hello'\ntR.", "is not valid JSON at line 1, column 1"),
     ],
     ids=lambda value: None if isinstance(value, str) else f"{len(value)} bytes",
@@ -194,15 +194,15 @@ def test_a_file_beyond_the_limit_is_not_parsed(path):
     with path.open("wb") as file:
         file.truncate(50 * MAX_BYTES)  # sparse: takes no disk
     started = time.monotonic()
-    assert error_of(path).startswith("is larger than 64 MiB, so it is no plan file")
+    assert error_of(path).startswith("is larger than 64 MiB, so it is not a plan file")
     assert time.monotonic() - started < 5
 
 
 def test_what_is_no_regular_file_is_refused_without_blocking(path, tmp_path):
     assert error_of(path).startswith("cannot be read: No such file or directory; give the path of a plan file")
-    assert error_of(tmp_path).startswith("is no regular file; give the path of a plan file")
+    assert error_of(tmp_path).startswith("is not a regular file; give the path of a plan file")
     os.mkfifo(path)
-    assert error_of(path).startswith("is no regular file")
+    assert error_of(path).startswith("is not a regular file")
     path.unlink()
     path.symlink_to(path)
     assert error_of(path).startswith("cannot be read: Too many levels of symbolic links")
@@ -211,7 +211,7 @@ def test_what_is_no_regular_file_is_refused_without_blocking(path, tmp_path):
     assert error_of(path).startswith("cannot be read: No such file or directory")
     path.unlink()
     path.symlink_to(os.devnull)
-    assert error_of(path).startswith("is no regular file")
+    assert error_of(path).startswith("is not a regular file")
 
 
 json_values = st.recursive(

@@ -77,7 +77,7 @@ def test_only_what_is_saved_has_bits(plan: Plan) -> None:
     sites = tuple(replace(s, way=way) for s, way in zip(plan.sites, ways, strict=True))
     saved = (replace(plan.saved[0], on_host=True), *plan.saved[1:])
     assert line([replace(plan, sites=sites, saved=saved)]).endswith(
-        "; 2 tensors in 8 bits, 1 computed again, 1 in host memory"
+        "; 2 tensors in 8 bits, 1 recomputed, 1 in host memory"
     )
     masks = (replace(plan.saved[0], format="bool", elements=0, fp32=8),) * 2
     assert line([replace(plan, saved=masks)]).endswith("; 2 masks")

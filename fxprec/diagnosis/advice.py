@@ -194,7 +194,7 @@ def _chosen(case: Case) -> Remedy:
         return Remedy(case.base, {}, "nothing is stored low: there is nothing to gain or to lose")
     if whole <= case.tolerance:
         return Remedy(
-            case.base, {}, f"gradients are off by {whole:.2g}, below {case.tolerance:g}: all of it may be low"
+            case.base, {}, f"gradients are off by {whole:.2g}, below {case.tolerance:g}: all tensors may be low"
         )
     by_module = case.modules_high()
     tried = [*case.in_blocks(), *([by_module] if by_module else [])]
@@ -213,6 +213,6 @@ def _wide(case: Case, whole: float, saved: float) -> Remedy:
     if left > case.tolerance:
         said = f"in {case.hi.name} alone gradients are off by {left:.2g}, above {case.tolerance:g}"
         return Remedy({"recipe": "fp32"}, case.all_high, f"stay in float32: {said}")
-    why = f"only {saved:.0%} of the bytes that 8 bits would save are left once the rest is held high"
+    why = f"only {saved:.0%} of the bytes that 8 bits would save are saved once the necessary modules are held high"
     said = f"stay in bf16: gradients would be off by {whole:.2g}, and {why}"
     return Remedy({"recipe": "bf16"}, case.all_high, said)

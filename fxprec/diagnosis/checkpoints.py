@@ -95,4 +95,6 @@ def _load(model: nn.Module, path: Path) -> None:
         model.load_state_dict(inner)
     except (RuntimeError, TypeError, AttributeError) as error:
         lines = [line.strip() for line in str(error).splitlines()]
-        raise ConfigError(f"{path}: is no state of {type(model).__name__}: {lines[min(1, len(lines) - 1)]}") from None
+        raise ConfigError(
+            f"{path}: is not a state of {type(model).__name__}: {lines[min(1, len(lines) - 1)]}"
+        ) from None

@@ -197,7 +197,7 @@ def recorded_live(live: Live, request: Request, tell: Tell) -> tuple[float, list
     tell(f"step of {live.name} run: loss {value:.6g}")
     notes = []
     if _rounds_forward(Settings.of(request.config)):
-        notes.append("the loss lies outside of the graph: its own gradient is that of the rounded step")
+        notes.append("the loss is computed outside of the graph: its own gradient is that of the rounded step")
     graphs = _recorded_graphs(recorder, "", 0)
     if not graphs:
         raise ConfigError(
@@ -219,11 +219,11 @@ def _recorded_graphs(recorder: Recorder, prefix: str, seed: int) -> list[Callabl
 
 def _blind_spots(examined: Examined) -> list[str]:
     found = [
-        f"{name} has no second derivative: what lies behind it counts as no damage"
+        f"{name} has no second derivative: damage that would pass through it is not counted"
         for name in sorted(examined.lab.undifferentiable)
     ]
     if not examined.gradients.is_finite:
-        found.append("a gradient of this step is not finite in float32, and damages say nothing; see on_nonfinite")
+        found.append("a gradient of this step is not finite in float32, so damages mean nothing; see on_nonfinite")
     return found
 
 
@@ -242,7 +242,7 @@ def _checks(
         members = [row for row in rows if (row.graph, row.group) == (group.graph, group.group)]
         checks.append(by_graph[group.graph].run_again(group.name, members))
     if checks:
-        tell(f"{len(checks)} of {len(groups)} groups re-run for real")
+        tell(f"{len(checks)} of {len(groups)} groups re-run to check the prediction")
     return tuple(checks)
 
 

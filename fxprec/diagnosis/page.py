@@ -58,7 +58,7 @@ def _first(found: Diagnosis) -> str:
     worst = [(g.name, modules(g), _number(g.damage)) for g in first_groups(found.groups)]
     free = [(g.name, modules(g), _number(g.damage)) for g in free_groups(found.groups)]
     heads = ("group", "modules", "damage")
-    first = "Keep high first" if found.advice.holds_high else "Most of the damage, and within the tolerance"
+    first = "Keep high first" if found.advice.holds_high else "Most of the damage, still within the tolerance"
     return f"<h3>{first}</h3>{_table(heads, worst)}<h3>Free</h3>{_table(heads, free)}"
 
 

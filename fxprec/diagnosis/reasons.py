@@ -40,7 +40,10 @@ def _range(found: Lost, fmt: AnyFormat) -> str:
     if found.largest == float("inf"):
         return "it holds inf before it is stored: no format helps"
     if not isinstance(fmt, BlockFormat) and found.overflow >= WORTH_NAMING and found.error > 0.01:
-        return f"{found.overflow:.2g} of it overflow: up to {found.largest:.3g}, and {fmt.name} ends at {fmt.largest:g}"
+        return (
+            f"{found.overflow:.2g} of its elements overflow: they reach {found.largest:.3g}, and {fmt.name} ends at "
+            f"{fmt.largest:g}"
+        )
     return ""
 
 
@@ -54,8 +57,8 @@ def _scale(found: Lost) -> str:
 
 def _spoiled(site: Site, found: Lost, damage: float) -> str:
     if found.underflow >= ZEROED and found.error > 0.01:
-        return f"{found.underflow:.2g} of it underflow to zero: the largest is {found.largest:.3g}"
+        return f"{found.underflow:.2g} of its elements underflow to zero: the largest is {found.largest:.3g}"
     if damage > AMPLIFIED * found.error > 0:
         more = f"; {site.why}" if site.why else ""
-        return f"backward makes {damage / found.error:.3g} times its relative error of {found.error:.2g}{more}"
+        return f"backward amplifies its relative error of {found.error:.2g} by {damage / found.error:.3g}{more}"
     return ""

@@ -48,7 +48,7 @@ def _groups(found: Diagnosis) -> str:
     for group in found.groups[:SHOWN]:
         lines.append((group.name, modules(group), *(f"{group.damages[f]:.2g}" for f in found.formats)))
     worst = ", ".join(g.name for g in first_groups(found.groups))
-    first = "Keep high first" if found.advice.holds_high else "Most of the damage, and within the tolerance"
+    first = "Keep high first" if found.advice.holds_high else "Most of the damage, still within the tolerance"
     said = f"{first}: {worst}." if worst else ""
     free = free_groups(found.groups)
     said += f" Free: {', '.join(g.name for g in free[:SHOWN])}{' ...' if len(free) > SHOWN else ''}." if free else ""
@@ -82,12 +82,10 @@ def free_groups(groups: Sequence[GroupRow]) -> list[GroupRow]:
 
 
 def _checked(found: Diagnosis) -> str:
-    lines: list[tuple[str, ...]] = [
-        ("re-run", "predicted", "measured", "of the step's progress, predicted", "measured")
-    ]
+    lines: list[tuple[str, ...]] = [("re-run", "predicted", "measured", "change of progress, predicted", "measured")]
     lines += [_check(check) for check in (*found.checks, *found.whole)]
     ranks = "" if found.spearman is None else f" (Spearman {found.spearman:.3f} over {len(found.checks)} groups)"
-    return f"Prediction checked: these alone low, all else exact{ranks}\n{aligned(lines)}"
+    return f"Prediction checked: only these low, all else exact{ranks}\n{aligned(lines)}"
 
 
 def _check(c: Check) -> tuple[str, ...]:

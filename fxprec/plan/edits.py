@@ -37,6 +37,6 @@ def _switched(site: Site, group: Group, plan: Plan) -> Site:
     if group.low != (fmt.bits < high.bits):
         raise PlanError(
             f"groups[{group.id}].low was set to {str(group.low).lower()} and sites[{site.id}].format ({site.tensor}) "
-            f"to {site.format!r}, which say the contrary; take one of the two back"
+            f"to {site.format!r}, which contradict each other; undo one of the two"
         )
     return site

@@ -166,9 +166,10 @@ def _check_compute(entry: Entry) -> None:
     word("high", "stored")(compute)
     if compute.value == "stored" and entry.value.get("storage", "native") != "simulate":
         raise compute.fail(
-            "is 'stored' (as in a file that does not say): every reader got the stored value, as no storage does now",
-            "plan again: native and packed storage have operators read values, and storage='simulate' rounds for every "
-            "reader, as the papers do",
+            "is 'stored' (also where a file leaves it out): every reader got the stored value, which no storage does "
+            "any more",
+            "plan again: with native and packed storage operators read unrounded values, and storage='simulate' "
+            "rounds for every reader, as the papers do",
         )
 
 

@@ -42,7 +42,7 @@ def explain(plan: Plan, tensor: str) -> list[str]:
     if not found:
         known = {s.tensor for s in plan.sites} | {s.module for s in plan.sites if s.module}
         raise PlanError(
-            f"{one_line(tensor)!r} is no tensor or module of this plan{did_you_mean(tensor, sorted(known))}; "
+            f"{one_line(tensor)!r} is not a tensor or module of this plan{did_you_mean(tensor, sorted(known))}; "
             "plan.sites and the dump's texts list them"
         )
     return [line for site in found for line in _site(plan, site)]
@@ -51,12 +51,16 @@ def explain(plan: Plan, tensor: str) -> list[str]:
 def overview(plan: Plan) -> list[str]:
     """Return lines on the tensors that a plan saves for backward, with format and bytes, then on each group."""
     held = map(one_line, saved_tensor_lines(plan))
-    return [line([plan]), *held, "explain PLAN NAME has more: a tensor, a module, lowering, peak_budget, step_budget"]
+    return [
+        line([plan]),
+        *held,
+        "for more: fxprec explain PLAN NAME, with a tensor, a module, lowering, peak_budget or step_budget as NAME",
+    ]
 
 
 _NO_LOWERING = (
-    "lowering: this plan has no choice of lowering='auto': it was planned without code (fxprec dump), or lowering= "
-    "named another; backend.plans[0].save(...) after a step has it"
+    "lowering: this plan records no choice of lowering='auto': it was made without compiling (fxprec dump), or "
+    "lowering= is not 'auto'; after a training step save backend.plans[0], which has it"
 )
 _NO_PEAK = "peak_budget: none was asked for; plan with peak_budget='60%' or bytes such as '12GiB'"
 _NO_STEP = "step_budget: none was asked for; compile with options optimizer and step_budget='12GiB'"
@@ -205,7 +209,11 @@ def _of_readers(plan: Plan, site: Site) -> list[str]:
         return ["every reader gets this one value: there is no second copy"]
     if site.saved_as:
         blocks = find_blocks(site.saved_as)
-        said = "reads it where noise of mean 0 keeps gradients' mean" if blocks.bits < 8 else "reads it"
+        said = (
+            "reads it only where rounding noise of mean 0 leaves the mean of gradients unchanged"
+            if blocks.bits < 8
+            else "reads it"
+        )
         return [
             f"backward {said}: it is stored in {site.saved_as}, {blocks.bits_per_element:g} bits an element, scales "
             f"included{', rounded at random' if blocks.bits < 8 else ''}, and not in {site.format}"

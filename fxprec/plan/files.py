@@ -171,7 +171,7 @@ def _read(name: str) -> bytes:
         handle = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe must not block
         try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise PlanError("is no regular file; give the path of a plan file, such as plan.save() writes")
+                raise PlanError("is not a regular file; give the path of a plan file, such as plan.save() writes")
             with open(handle, "rb", closefd=False) as file:
                 content = file.read(MAX_BYTES + 1)
         finally:
@@ -182,7 +182,9 @@ def _read(name: str) -> bytes:
         cause = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise PlanError(f"cannot be read: {cause}; give the path of a plan file") from None
     if len(content) > MAX_BYTES:
-        raise PlanError(f"is larger than {MAX_BYTES // 2**20} MiB, so it is no plan file; give one plan.save() wrote")
+        raise PlanError(
+            f"is larger than {MAX_BYTES // 2**20} MiB, so it is not a plan file; give one that plan.save() wrote"
+        )
     return content
 
 
@@ -192,7 +194,9 @@ def _from_bytes(content: bytes) -> object:
     except UnicodeDecodeError as error:
         raise PlanError(f"is not UTF-8 (byte {error.start}); give a plan file, such as plan.save() writes") from None
     if text.count(",") + text.count("[") + text.count("{") > MAX_VALUES:
-        raise PlanError(f"holds more than {MAX_VALUES} values, so it is no plan file; give one plan.save() wrote")
+        raise PlanError(
+            f"holds more than {MAX_VALUES} values, so it is not a plan file; give one that plan.save() wrote"
+        )
     return _parse(text)
 
 
@@ -201,13 +205,15 @@ def _parse(text: str) -> object:
         return json.loads(text, parse_constant=_refuse_constant, parse_int=_int, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise PlanError(f"is not valid JSON at {where}: {error.msg}; it may be truncated, write it again") from None
+        raise PlanError(
+            f"is not valid JSON at {where}: {error.msg}; the file may be truncated; write it again"
+        ) from None
     except RecursionError:
-        raise PlanError("is nested too deeply for a plan file; give one plan.save() wrote") from None
+        raise PlanError("is nested too deeply for a plan file; give one that plan.save() wrote") from None
 
 
 def _refuse_constant(text: str) -> NoReturn:
-    raise PlanError(f"holds {text}, which is no JSON number; write a finite number or null")
+    raise PlanError(f"holds {text}, which is not a JSON number; write a finite number or null")
 
 
 def _int(text: str) -> int:

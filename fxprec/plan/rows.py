@@ -84,7 +84,7 @@ Way = Literal["", "keep", "narrow", "recompute", "offload"]
 WAYS_SAID: Mapping[Way, str] = {
     "keep": "kept",
     "narrow": "kept",
-    "recompute": "computed again",
+    "recompute": "recomputed",
     "offload": "in host memory",
 }
 """The text for each way in a plan's explanations."""
@@ -245,7 +245,7 @@ class WholeStep:
     """Bytes of gradients that the optimizer accumulates in bfloat16."""
 
 
-LIVE = ("kept", "kept in 8 bits", "kept in fewer bits", "computed again", "gradients returned", "all else")
+LIVE = ("kept", "kept in 8 bits", "kept in fewer bits", "recomputed", "gradients returned", "all else")
 
 
 @dataclass(frozen=True, kw_only=True)

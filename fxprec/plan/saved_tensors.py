@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SHOWN = 40  # number of tensors in a text, the largest ones; JSON has all
 _HEAD = ("bytes", "in bf16", "in float32", "format", "tensor", "module", "source")
-_TITLE = "held for backward, largest first (inputs and parameters of the graph are there anyway and do not count):"
+_TITLE = "held for backward, largest first (inputs and parameters of the graph are in memory anyway and do not count):"
 _GROUPS = "by group, the tensors between two matrix products (asked: what the policy chose for the group as a whole):"
 
 

@@ -93,7 +93,7 @@ def test_saved_states_say_which_module_became_fragile_when(target, tmp_path, cap
         (["patient.py:make", "--recipe", "fp9"], "unknown recipe 'fp9'"),
         (["patient.py:make", "--checkpoint", "none-*.pt"], "matches no file; give a pattern such as 'run/step-*.pt'"),
         (["patient.py:make", "--checkpoint", "patient.py"], "cannot be read as a checkpoint"),
-        (["patient.py:make", "--checkpoint", "other.pt"], "is no state of Sequential: Missing key(s)"),
+        (["patient.py:make", "--checkpoint", "other.pt"], "is not a state of Sequential: Missing key(s)"),
     ],
 )
 def test_bad_input_is_one_line_that_teaches(target, args, words, tmp_path, capsys):

@@ -37,10 +37,10 @@ def diagnosed(scale: float, **options: object) -> fxprec.Diagnosis:
 
 def test_where_all_may_be_low_nothing_is_to_be_kept_high() -> None:
     found = diagnosed(1.0)
-    assert "all of it may be low" in str(found)
+    assert "all tensors may be low" in str(found)
     assert KEEP not in str(found)
     assert KEEP not in page(found)
-    assert "Most of the damage, and within the tolerance: " in str(found)
+    assert "Most of the damage, still within the tolerance: " in str(found)
 
 
 def test_where_something_must_stay_high_it_is_named_first() -> None:

@@ -182,7 +182,7 @@ def test_explain_says_which_lowering_was_taken() -> None:
         "  backward, inductor: Inductor's 2 launches, 0.003 GB, 0.015 ms; generated 5 launches, 0.004 GB, 0.02 ms",
     ]
     (line,) = explain(Plan(), "lowering")
-    assert line.startswith("lowering: this plan has no choice of lowering='auto'")
+    assert line.startswith("lowering: this plan records no choice of lowering='auto'")
 
 
 def regions(function: Callable[..., object], *inputs: Tensor) -> tuple[int, int]:
