@@ -161,7 +161,10 @@ def test_a_missing_key_is_named(path, keys, message):
     [
         (b"", "is not valid JSON at line 1, column 1: Expecting value; the file may be truncated; write it again"),
         (TEXT[:-40].encode(), "is not valid JSON at line "),
-        (b"{", "is not valid JSON at line 1, column 2: Expecting property name enclosed in double quotes; the file may be"),
+        (
+            b"{",
+            "is not valid JSON at line 1, column 2: Expecting property name enclosed in double quotes; the file may be",
+        ),
         (b"[]", "top level: is []; it must be an object"),
         (b"null", "top level: is None; it must be an object"),
         (b'"' + b"a" * 5000 + b'"', "top level: is 'aaaa"),
