@@ -30,7 +30,7 @@ def saved_plan(state: Mapping[str, Any], own: Plan, keeper: Keeper | None) -> Pl
     pending = {stats["site"] for step in state.get("pending", ()) for stats in step["statistics"]}
     if unknown := pending - {*range(len(own.sites)), *further}:
         raise PlanError(
-            f"the saved state has statistics of row {min(unknown)}, which its plan has not; load it where it was "
+            f"the saved state has statistics of row {min(unknown)}, which its plan does not have; load it where it was "
             "saved from"
         )
     return plan

@@ -35,7 +35,7 @@ _SHOWN = 4  # steps whose largest magnitudes a message shows
 _SAID = {
     "overflow": "left its range",
     "underflow": "lost its small elements",
-    "growth": f"grew {GROWTH:g} times and more",
+    "growth": f"grew by a factor of {GROWTH:g} or more",
 }
 
 
@@ -63,7 +63,10 @@ class Departure:
         series = ", ".join(f"{amax:.3g}" for _, amax, _, _ in self.statistics[-_SHOWN:])
         what = _SAID.get(self.value) or f"holds {self.value}"
         cause = self.cause or f"an inf or NaN was seen at step {self.seen_at}"
-        return f"{what} {when}, first in the order of execution; {cause}; its largest magnitudes of late: {series}"
+        return (
+            f"{what} {when}, first in the order of execution; {cause}; its largest magnitudes in the last steps: "
+            f"{series}"
+        )
 
 
 class NonfiniteWatch:

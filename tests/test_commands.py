@@ -188,7 +188,7 @@ def test_dump_holds_modules_high(here: Path) -> None:
 
 def test_explain_says_why_a_plan_has_no_lowering_and_no_budget(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("dump", "t.py:make") == 0
-    for word, said in (("lowering", "planned without code"), ("peak_budget", "none was asked for")):
+    for word, said in (("lowering", "made without compiling"), ("peak_budget", "none was asked for")):
         capsys.readouterr()
         assert run("explain", "fxprec-dump", word) == 0
         assert said in capsys.readouterr().out
@@ -252,7 +252,7 @@ def test_ci_installs_from_where_fxprec_was_installed(
     assert '"fxprec[testing] @ git+https://host/o/fxprec@abc"\n' in capsys.readouterr().out
     origin(monkeypatch, url="file:///home/me/fxprec", dir_info={"editable": True})
     assert run("ci") == 2
-    assert "another machine does not have; say what pip installs it from, --install" in capsys.readouterr().err
+    assert "a folder of this machine; name what pip can install it from elsewhere, --install" in capsys.readouterr().err
     assert run("ci", "--install", "fxprec[testing]>=1") == 0
     assert 'run: pip install -e . "fxprec[testing]>=1"\n' in capsys.readouterr().out
     assert run("ci", "--install", 'x"; rm -r /') == 2

@@ -259,7 +259,7 @@ def test_a_loss_that_changes_suddenly_is_followed_and_a_scale_out_of_reach_is_to
     errors = [error(-50) for _ in range(PATIENCE + 3)]
     assert errors[0] > 0.9
     assert errors[-1] < 0.2, "what is small for long is measured anew, whatever came before"
-    words = r"scale 2\*\*\d+ wanted, 2\*\*126 given.*underflows; multiply the loss"
+    words = r"scale 2\*\*\d+ is needed and 2\*\*126 is used.*underflows; multiply the loss"
     with pytest.warns(fxprec.FxprecWarning, match=words):
         errors = [error(-124) for _ in range(PATIENCE + 4)]
     assert "clamp" in {e.kind for e in backend.events}

@@ -215,7 +215,7 @@ def test_bad_input_is_one_line_and_2(arguments, said, dumped, capsys):
     ("name", "said"),
     [
         ("plan.json", "is not valid JSON at line 15, column 1: .*; the file may be truncated; write it again"),
-        ("graph.json", r"is no graph that fxprec wrote \(.*\); dump the model again"),
+        ("graph.json", r"is not a graph that fxprec wrote \(.*\); dump the model again"),
     ],
 )
 def test_a_half_written_file_is_one_line_and_2(name, said, dumped, tmp_path, capsys):

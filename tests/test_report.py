@@ -168,7 +168,7 @@ def test_a_graph_that_is_not_whole_is_one_line(trained, tmp_path, damage):
         damage = json.dumps(data)
     (tmp_path / "graph.json").write_text(damage)
     with pytest.raises(
-        PlanError, match=r"graph\.json: is no graph that fxprec wrote \(.*\); dump the model again"
+        PlanError, match=r"graph\.json: is not a graph that fxprec wrote \(.*\); dump the model again"
     ) as e:
         Drawing.load(tmp_path / "graph.json", trained.plan)
     assert "\n" not in str(e.value)
@@ -176,7 +176,9 @@ def test_a_graph_that_is_not_whole_is_one_line(trained, tmp_path, damage):
 
 def test_statistics_of_another_plan_are_one_line(tmp_path):
     write_stats(tmp_path / "stats.jsonl", rows=1, steps=1)
-    with pytest.raises(PlanError, match=r"stats\.jsonl: line 1 is no line of statistics of this plan; dump the model"):
+    with pytest.raises(
+        PlanError, match=r"stats\.jsonl: line 1 is not a line of statistics of this plan; dump the model"
+    ):
         read_history(tmp_path / "stats.jsonl", sites=0)
 
 

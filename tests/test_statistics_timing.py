@@ -197,7 +197,7 @@ def test_statistics_of_a_row_that_no_plan_has_are_refused() -> None:
     (graph,) = json.loads(training.backend.state_dict()["graphs"])
     row = dict.fromkeys(("overflow_ratio", "underflow_ratio", "amax", "rms", "nonzero_ratio", "mean_ln", "std_ln"), 0.0)
     graph["pending"] = [{"step": None, "statistics": [{"site": 10_000, **row, "counts": []}]}]
-    with pytest.raises(fxprec.PlanError, match=r"statistics of row 10000, which its plan has not; load it where"):
+    with pytest.raises(fxprec.PlanError, match=r"statistics of row 10000, which its plan does not have; load it where"):
         training.backend.load_state_dict({"version": 3, "graphs": [graph]})
     graph["pending"][0]["statistics"][0]["amax"] = "many"
     with pytest.raises(fxprec.PlanError, match=r"pending\[0\]\.statistics\[0\]\.amax: is 'many'; it must be a finite"):

@@ -213,5 +213,5 @@ def test_where_nothing_is_planned_nothing_is_written_and_that_is_said(tmp_path):
 
 def test_a_damaged_index_is_told(tmp_path):
     (tmp_path / "tensors.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(fxprec.PlanError, match="line 1 is no line of dump_tensors"):
+    with pytest.raises(fxprec.PlanError, match="line 1 is not a line of dump_tensors"):
         list(read_tensors(tmp_path))

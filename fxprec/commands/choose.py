@@ -21,8 +21,8 @@ def choose(
     policy: Annotated[str, typer.Option(help="size, exact, ...")] = "size",
     ratios: Annotated[str, typer.Option(help="Low ratios to try. Default: 0 to 1 in tenths.")] = "",
     seeds: Annotated[int, typer.Option(help="Runs at each ratio.")] = 3,
-    tolerance: Annotated[float, typer.Option(help="How much worse the score may be, in its own units.")] = 0.01,
-    higher: Annotated[bool, typer.Option("--higher", help="The score is better where it is higher: accuracy.")] = False,
+    tolerance: Annotated[float, typer.Option(help="How much worse the score may be, in the score's own units.")] = 0.01,
+    higher: Annotated[bool, typer.Option("--higher", help="A higher score is better, such as an accuracy.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a small run at several low ratios and choose the largest ratio whose score is within the tolerance."""
@@ -55,4 +55,4 @@ def _numbers(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise ConfigError(f"--ratios {text!r} is no list of numbers; write for instance 0.5,0.8,1") from None
+        raise ConfigError(f"--ratios {text!r} is not a list of numbers; write for instance 0.5,0.8,1") from None

@@ -15,7 +15,7 @@ def ci(
     tests: Annotated[str, typer.Option(help="What pytest runs.")] = "tests",
     python: Annotated[str, typer.Option(help="Python version.")] = "3.12",
     install: Annotated[
-        str, typer.Option(help="What pip installs fxprec from. Default: from where this one was installed.")
+        str, typer.Option(help="What pip installs fxprec from. Default: where this fxprec was installed from.")
     ] = "",
 ) -> None:
     """Print a GitHub Actions workflow that runs the numerics tests and keeps their report."""
@@ -47,7 +47,7 @@ def requirement() -> str:
         return f"fxprec[testing] @ {vcs['vcs']}+{origin['url']}@{vcs['commit_id']}"
     if origin["url"].startswith("file:"):
         raise ConfigError(
-            f"fxprec was installed from {origin['url']}, which another machine does not have; say what pip installs it "
-            f"from, --install {_EXAMPLE!r}"
+            f"fxprec was installed from {origin['url']}, a folder of this machine; name what pip can install it from "
+            f"elsewhere, --install {_EXAMPLE!r}"
         )
     return f"fxprec[testing] @ {origin['url']}"

@@ -11,13 +11,16 @@ from fxprec.commands.output import AsJson, print_json
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(help="Dump folder of a run (options={'dump': DIR} while it trained).")],
-    b: Annotated[Path, typer.Argument(help="Another run's, of the same model on the same batches.")],
+    a: Annotated[Path, typer.Argument(help="Dump folder of a run that trained with options={'dump': DIR}.")],
+    b: Annotated[Path, typer.Argument(help="Dump folder of another run of the same model on the same batches.")],
     tolerance: Annotated[
-        float, typer.Option(help="Relative, of largest magnitudes and dumped values; 0: at all.")
+        float,
+        typer.Option(
+            help="Relative difference of largest magnitudes and dumped values that counts as different; 0: any."
+        ),
     ] = 0.1,
     bitwise: Annotated[
-        bool, typer.Option("--bitwise", help="By hashes of what dump_tensors saw, to the last bit.")
+        bool, typer.Option("--bitwise", help="Compare bit for bit, by the hashes that dump_tensors wrote.")
     ] = False,
     out: Annotated[str, typer.Option(help="Folder for a page and its JSON.")] = "",
     as_json: AsJson = False,

@@ -20,11 +20,11 @@ def doctor(
     recipe: Annotated[str, typer.Option(help="Recipe to examine, for instance fp8.")] = "fp8",
     storage: Annotated[str, typer.Option(help="native, packed or simulate. Default: by recipe.")] = "",
     low_ratio: Annotated[float | None, typer.Option(help="Share of elements held low, 0 to 1.")] = None,
-    plan: Annotated[str, typer.Option(help="Instead: a plan file to examine.")] = "",
+    plan: Annotated[str, typer.Option(help="Examine this plan file instead of planning.")] = "",
     keep_high: Annotated[str, typer.Option(help="Modules held high, for instance head,layers.0.")] = "",
     formats: Annotated[str, typer.Option(help="Candidate formats, for instance e4m3fn,e5m2.")] = "",
     tolerance: Annotated[float | None, typer.Option(help="Damage a recommendation may do. Default: 0.1.")] = None,
-    checkpoint: Annotated[str, typer.Option(help="Instead: saved states of a run, for instance 'run/step-*.pt'.")] = "",
+    checkpoint: Annotated[str, typer.Option(help="Examine saved states of a run, for instance 'run/step-*.pt'.")] = "",
     seed: Annotated[int, typer.Option(help="Seed of weights and batch.")] = 0,
     as_json: AsJson = False,
 ) -> None:

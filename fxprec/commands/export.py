@@ -23,9 +23,13 @@ def export(
     ],
     to: Annotated[str, typer.Option(help="compressed-tensors: what vLLM and SGLang read.")] = "compressed-tensors",
     out: Annotated[Path | None, typer.Option(help="JSON file to write. Default: standard output.")] = None,
-    recipe: Annotated[str, typer.Option(help="Of a factory: fp8, mxfp8 or nvfp4.")] = "mxfp8",
-    keep_high: Annotated[str, typer.Option(help="Of a factory: modules held high, for instance lm_head.")] = "",
-    low_ratio: Annotated[float | None, typer.Option(help="Of a factory: share of elements held low.")] = None,
+    recipe: Annotated[str, typer.Option(help="Recipe to plan a factory with: fp8, mxfp8 or nvfp4.")] = "mxfp8",
+    keep_high: Annotated[
+        str, typer.Option(help="Modules to hold high when planning a factory, for instance lm_head.")
+    ] = "",
+    low_ratio: Annotated[
+        float | None, typer.Option(help="Share of elements to hold low when planning a factory.")
+    ] = None,
 ) -> None:
     """Write the formats of a plan's forward products as a model's quantization_config."""
     if to != "compressed-tensors":

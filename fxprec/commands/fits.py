@@ -23,16 +23,18 @@ def fits(
     gpu: Annotated[str, typer.Option(help="Bytes that the whole step may hold, for instance 24GiB.")],
     optimizer: Annotated[str, typer.Option(help="adamw, lion, muon or sgd, as fxprec.optim has them.")] = "adamw",
     states: Annotated[str, typer.Option(help="How states are held: auto, float32, bf16, 8bit or 4bit.")] = "auto",
-    momentum: Annotated[float, typer.Option(help="Of sgd; 0 needs no states.")] = 0.0,
+    momentum: Annotated[float, typer.Option(help="Momentum of sgd; with 0 it has no states.")] = 0.0,
     max_norm: Annotated[float | None, typer.Option(help="Clip gradients by their global norm.")] = None,
-    norm: Annotated[str, typer.Option(help="Which: last, or exact, which holds all gradients.")] = "exact",
-    gradients: Annotated[str | None, typer.Option(help="bf16: summed until step(), over backward passes.")] = None,
+    norm: Annotated[str, typer.Option(help="Norm that clips: last, or exact, which holds all gradients.")] = "exact",
+    gradients: Annotated[
+        str | None, typer.Option(help="bf16: sum gradients over backward passes until step().")
+    ] = None,
     batch: Annotated[int | None, typer.Option(help="Batch size in place of the inputs' own.")] = None,
     sequence: Annotated[int | None, typer.Option(help="Tokens in place of the inputs' second dimension.")] = None,
     largest: Annotated[bool, typer.Option("--largest", help="Search the largest batch that fits: 10 plans.")] = False,
     longest: Annotated[bool, typer.Option("--longest", help="Search the longest sequence that fits.")] = False,
     recipe: Annotated[str, typer.Option(help="Recipe, for instance fp8.")] = "fp8",
-    ways: Annotated[str, typer.Option(help="How it may be met: narrow,recompute,offload (on GPUs).")] = "",
+    ways: Annotated[str, typer.Option(help="How the budget may be met: narrow,recompute,offload (on GPUs).")] = "",
     keep_high: Annotated[str, typer.Option(help="Modules held high, for instance head,layers.0.")] = "",
     out: Annotated[Path | None, typer.Option(help="Folder for the plan and its page.")] = None,
     as_json: AsJson = False,
@@ -81,7 +83,7 @@ def _maker(name: str, momentum: float, own: Mapping[str, Any]) -> Callable[[nn.M
     if name == "muon":
         return lambda model: _muon_and_adamw(model, own)
     if name not in makers:
-        raise ConfigError(f"--optimizer {name}: no step is known for it; give adamw, lion, muon or sgd")
+        raise ConfigError(f"--optimizer {name} is unknown; give adamw, lion, muon or sgd")
     return lambda model: [makers[name]([p for p in model.parameters() if p.requires_grad])]
 
 

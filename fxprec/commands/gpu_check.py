@@ -15,7 +15,9 @@ from fxprec.gpu_check.run import LIMIT
 
 
 def gpu_check(
-    dry: Annotated[bool, typer.Option("--dry", help="Without a GPU: what a CPU can check of the same items.")] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="Check on a CPU, without a GPU, the parts of the items that a CPU can check.")
+    ] = False,
     only: Annotated[str, typer.Option(help="Items, for instance casts,products. Default: all.")] = "",
     limit: Annotated[float, typer.Option(help="Seconds an item may take.")] = LIMIT,
     out: Annotated[Path, typer.Option(help="Folder for the JSON and the text.")] = Path("fxprec-gpu-check"),
@@ -58,5 +60,5 @@ def gpu_check(
         print_json(report.to_dict())
     console.print(report.table())
     console.print(escape(report.last_line))
-    console.print(escape(f"{out / 'gpu-check.txt'} is made to be pasted into an issue; gpu-check.json has all of it"))
+    console.print(escape(f"{out / 'gpu-check.txt'} can be pasted into an issue; gpu-check.json has every detail"))
     raise typer.Exit(0 if report.has_passed else 1)

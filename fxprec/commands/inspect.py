@@ -22,11 +22,11 @@ def dump(
     recipe: Annotated[str, typer.Option(help="Recipe, for instance fp8.")] = "fp8",
     storage: Annotated[str, typer.Option(help="native, packed or simulate. Default: by recipe.")] = "",
     low_ratio: Annotated[float | None, typer.Option(help="Share of elements held low, 0 to 1.")] = None,
-    budget: Annotated[str, typer.Option(help="Instead: bytes saved for backward, for instance 12GiB.")] = "",
+    budget: Annotated[str, typer.Option(help="Budget of bytes saved for backward, instead of a share: 12GiB.")] = "",
     peak_budget: Annotated[str, typer.Option(help="Bytes a step may hold: 40GiB, or 60%.")] = "",
-    ways: Annotated[str, typer.Option(help="How it may be met: narrow,recompute,offload (on GPUs).")] = "",
+    ways: Annotated[str, typer.Option(help="How the budget may be met: narrow,recompute,offload (on GPUs).")] = "",
     keep_high: Annotated[str, typer.Option(help="Modules held high, for instance head,layers.0.")] = "",
-    policy: Annotated[str, typer.Option(help="Which groups go first.")] = "size",
+    policy: Annotated[str, typer.Option(help="Policy: which groups become low first.")] = "size",
     grouping: Annotated[str, typer.Option(help="execution, or dataflow: regions between GEMMs.")] = "execution",
     cpu: Annotated[
         str, typer.Option(help="Plan for this processor: avx2 or avx512+bf16. Default: the one at hand.")
@@ -75,7 +75,7 @@ def _peak_line(plan: Plan) -> str:
 
     peak = plan.peak_bytes
     if peak is None:
-        return "  no backward half, so nothing waits for it"
+        return "  no backward half, so nothing is held for it"
     planned, high, budget = (readable(size) for size in (peak.planned, peak.high, peak.budget))
     return f"  holds {planned} at its peak, within {budget}; {high} with everything kept high"
 
@@ -118,8 +118,8 @@ def explain(
     tensor: Annotated[
         str,
         typer.Argument(
-            help="Name of a tensor, a module, or a site's number; or lowering, peak_budget, step_budget. Left "
-            "out: every tensor held for backward. Of a link's plan a layer."
+            help="Name of a tensor or module, or a site's number; or lowering, peak_budget, step_budget. Left out: "
+            "every tensor held for backward. For a link's plan, the name of a layer."
         ),
     ] = "",
     as_json: AsJson = False,

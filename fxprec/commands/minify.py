@@ -19,16 +19,20 @@ if TYPE_CHECKING:
 
 def minify(
     target: Annotated[str, typer.Argument(help="path/file.py:factory or module:callable; returns (model, inputs).")],
-    error_above: Annotated[float | None, typer.Option(help="Reduce while a tensor's relative error is above.")] = None,
+    error_above: Annotated[
+        float | None, typer.Option(help="Reduce while a tensor's relative error is above this number.")
+    ] = None,
     crash: Annotated[bool, typer.Option("--crash", help="Reduce while compiling or running raises.")] = False,
     out: Annotated[Path, typer.Option(help="The script to write.")] = Path("repro.py"),
     recipe: Annotated[str, typer.Option(help="Recipe, for instance fp8.")] = "fp8",
     storage: Annotated[str, typer.Option(help="native, packed or simulate. Default: by recipe.")] = "",
     low_ratio: Annotated[float | None, typer.Option(help="Share of elements held low, 0 to 1.")] = None,
-    policy: Annotated[str, typer.Option(help="Which groups go first.")] = "size",
+    policy: Annotated[str, typer.Option(help="Policy: which groups become low first.")] = "size",
     lowering: Annotated[str, typer.Option(help="eager (fast to try) or inductor.")] = "eager",
-    tensor: Annotated[str, typer.Option(help="Whose error to explain. Default: the furthest off.")] = "",
-    top: Annotated[int, typer.Option(help="Length of the short list.")] = 10,
+    tensor: Annotated[
+        str, typer.Option(help="Tensor whose error to explain. Default: the one with the largest error.")
+    ] = "",
+    top: Annotated[int, typer.Option(help="How many tensors to list.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
     as_json: AsJson = False,
 ) -> None:

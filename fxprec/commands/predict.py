@@ -26,13 +26,14 @@ def predict(
     latency: Annotated[str, typer.Option(help="Latency of one message, for instance 0.2ms.")] = "0.1ms",
     world: Annotated[int, typer.Option(help="Ranks.")] = 4,
     group_size: Annotated[
-        int | None, typer.Option(help="Ranks a group of a hierarchical all-reduce. Default: one ring.")
+        int | None, typer.Option(help="Ranks in each group of a hierarchical all-reduce. Default: one ring.")
     ] = None,
-    step: Annotated[str, typer.Option(help="Computation of a step on one rank, for instance 300ms.")] = "100ms",
+    step: Annotated[str, typer.Option(help="Compute time of a step on one rank, for instance 300ms.")] = "100ms",
     gpu: Annotated[
-        str | None, typer.Option(help="Predict a step on this GPU instead, beside bf16 autocast: h100, a100, b200, ...")
+        str | None,
+        typer.Option(help="Predict a step on this GPU instead, compared with bf16 autocast: h100, a100, b200, ..."),
     ] = None,
-    paper: Annotated[bool, typer.Option("--paper", help="Give back the paper's Tables 1 and 7 instead.")] = False,
+    paper: Annotated[bool, typer.Option("--paper", help="Print the paper's Tables 1 and 7 instead.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Predict the step time with 32-, 16- and 8-bit gradients (Dettmers 2016, appendix A), or a step on one GPU."""

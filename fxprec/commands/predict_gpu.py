@@ -71,5 +71,5 @@ def _assumed(found: Prediction) -> list[str]:
         "that a GEMM reads or makes is read or written once outside it, each way; no optimizer, no communication.",
     ]
     if found.left_out:
-        lines.append(f"{found.left_out} GEMMs are left out: the plan does not tell their sizes.")
+        lines.append(f"{found.left_out} GEMMs are left out: the plan does not record their sizes.")
     return lines

@@ -78,7 +78,7 @@ class Drawing:
             return _checked(json.loads(path.read_text(encoding="ascii")), plan)
         except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
             cause = " ".join(str(error).split())[:120]
-            raise PlanError(f"{path}: is no graph that fxprec wrote ({cause}); dump the model again") from None
+            raise PlanError(f"{path}: is not a graph that fxprec wrote ({cause}); dump the model again") from None
 
 
 def _plain(node: DrawnNode, name: str) -> Any:
@@ -202,7 +202,7 @@ def _checked(data: Mapping[str, Any], plan: Plan) -> Drawing:
 def _node(row: Sequence[Any], plan: Plan) -> DrawnNode:
     name, op, backward, group, module, source, shown, elements, saved, sites = row
     if not all(isinstance(text, str) for text in (name, op, module, source, shown)):
-        raise ValueError("a node's name is no text")
+        raise ValueError("a node's name is not a string")
     found = tuple(_within(s, len(plan.sites)) for s in sites)
     place = _within(group, len(plan.groups))
     return DrawnNode(name, op, bool(backward), place, module, source, shown, _within(elements), bool(saved), found)
@@ -216,5 +216,5 @@ def _cost(row: Mapping[str, Any], nodes: int) -> GemmCost:
 
 def _within(number: object, end: int = 2**63) -> int:
     if type(number) is not int or not 0 <= number < end:
-        raise ValueError(f"{str(number)[:20]} is no number below {end}")
+        raise ValueError(f"{str(number)[:20]} is not a number below {end}")
     return number

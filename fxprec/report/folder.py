@@ -54,7 +54,7 @@ def _spares_training(write: F) -> F:
                 raise
             dump.is_given_up = True
             cause = str(error).split("; ")[0].removeprefix("dump: ")
-            dump.tell(f"{cause}; nothing more is dumped of this graph, and training goes on")
+            dump.tell(f"{cause}; nothing more of this graph is dumped, and training continues")
             return None
 
     return cast(F, spared)

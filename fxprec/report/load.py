@@ -66,7 +66,7 @@ def json_lines(
         try:
             row = checked(json.loads(line))
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise PlanError(f"{path}: line {number} is no line of {what}; {again}") from None
+            raise PlanError(f"{path}: line {number} is not a line of {what}; {again}") from None
         yield row
 
 

@@ -226,12 +226,12 @@ def _strangers(a: Run, b: Run) -> PlanError:
             )
     if not set(a.plans) & set(b.plans):
         return PlanError(
-            f"{a.name} holds {', '.join(a.plans)} and {b.name} {', '.join(b.plans)}: no graph of one name; give two "
-            "folders that dump= named"
+            f"{a.name} holds {', '.join(a.plans)} and {b.name} {', '.join(b.plans)}: they have no graph name in "
+            "common; give two folders that dump= named"
         )
     modules = [sorted({t.module for tracks in run.tracks.values() for t in tracks if t.module}) for run in (a, b)]
     return PlanError(
-        f"{a.name} and {b.name} recorded no tensor of one name in the same step (modules {_first(modules[0])} and "
+        f"{a.name} and {b.name} recorded no tensor of the same name in the same step (modules {_first(modules[0])} and "
         f"{_first(modules[1])}); give two runs of one model, both with on_nonfinite='report', which watches all"
     )
 

@@ -115,7 +115,9 @@ class ByLink:
         """Return the parameter with a name. Raises `PlanError` if the model has none."""
         found: Tensor | None = next((p for p, own in self._names.items() if own == name), None)
         if found is None:
-            raise PlanError(f"saved state is of a layer {name!r:.60} that this model does not have; load one of it")
+            raise PlanError(
+                f"saved state has a layer {name!r:.60} that this model does not have; load a state of this model"
+            )
         return found
 
     def sharded(self, modules: Sequence[Shards], *, gathers: bool) -> None:
@@ -126,8 +128,8 @@ class ByLink:
         """
         if self._low_rank:
             raise ConfigError(
-                f"APS low_rank={self._low_rank} is of DistributedDataParallel's hook: under FSDP2 no rank has a whole "
-                "matrix; leave it out"
+                f"APS low_rank={self._low_rank} works only with DistributedDataParallel's hook: under FSDP2 no rank "
+                "has a whole matrix; leave it out"
             )
         self._transport = REDUCE_SCATTER
         self._gathers = Gathers(modules, self._groups.size) if gathers else None
@@ -170,7 +172,7 @@ class ByLink:
                     "again by leaving plan= out"
                 )
         if plan.ranks != self._groups.size:
-            raise PlanError(f"link plan is of {plan.ranks} ranks, here are {self._groups.size}; plan again")
+            raise PlanError(f"link plan is for {plan.ranks} ranks, and {self._groups.size} are running; plan again")
         if self._gathers is not None:
             self._gathers.check(plan)
         elif plan.gathered and self._transport is REDUCE_SCATTER:
@@ -179,8 +181,8 @@ class ByLink:
             )
         if plan.node != (node := 1 if self._groups.node is None else self._groups.node.size):
             raise PlanError(
-                f"link plan is of nodes of {plan.node} ranks, here they have {node}; give group_size={plan.node}, or "
-                "plan again by leaving plan= out"
+                f"link plan is for nodes of {plan.node} ranks, and here nodes have {node}; give "
+                f"group_size={plan.node}, or plan again by leaving plan= out"
             )
         self.plan = plan
         self._rows = {row.name: row for row in plan.layers}

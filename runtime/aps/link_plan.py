@@ -209,13 +209,13 @@ def read(entry: Entry) -> LinkPlan:
         if twice:
             raise entry.get(key).fail(f"name {twice[0]!r:.60} twice", "give each layer one line")
     if any(layer.bucket >= len(plan.ready) for layer in plan.layers):
-        raise entry.get("layers").fail(f"lie in buckets beyond the {len(plan.ready)} of ready", "plan again")
+        raise entry.get("layers").fail(f"have buckets beyond the {len(plan.ready)} entries of ready", "plan again")
     if plan.ranks % plan.node or (plan.node == 1) != (plan.inside is None):
         raise entry.fail(f"has {plan.ranks} ranks and nodes of {plan.node}, or no link inside of them", "plan again")
     if plan.node == 1 and any(layer.by_nodes for layer in plan.layers):
-        raise entry.get("layers").fail("go by nodes, and node is 1", "plan again")
+        raise entry.get("layers").fail("are exchanged by nodes, and node is 1", "plan again")
     if any(layer.low_rank and (layer.by_nodes or layer.bits != 16) for layer in plan.layers):
-        raise entry.get("layers").fail("go in low rank by nodes or not in 16 bits", "plan again")
+        raise entry.get("layers").fail("are sent in low rank by nodes, or not in 16 bits", "plan again")
     return plan
 
 
@@ -226,19 +226,21 @@ def explained(plan: LinkPlan, layer: str = "") -> Iterator[str]:
     """
     known = plan.bits
     if layer and layer not in known:
-        raise PlanError(f"{layer!r:.60} is no layer of this plan{did_you_mean(layer, known)}; leave it out for all")
+        raise PlanError(
+            f"{layer!r:.60} is not a layer of this plan{did_you_mean(layer, known)}; leave it out to see all layers"
+        )
     yield (
-        f"{_where(plan)}: a rank sends {plan.bytes_sent / 1e6:.4g} MB a step, which ends {plan.exposed * 1e3:.3g} ms "
+        f"{_where(plan)}: a rank sends {plan.bytes_sent / 1e6:.4g} MB a step and ends {plan.exposed * 1e3:.3g} ms "
         "after the last gradient"
     )
     if plan.inside is not None:
-        yield f"a node sends others {plan.bytes_between / 1e6:.4g} MB a step"
+        yield f"a node sends to other nodes {plan.bytes_between / 1e6:.4g} MB a step"
     yield f"{shares(plan)}; adds {plan.error:.2e} of a gradient's squared norm, of {plan.budget:.2e} allowed"
     if plan.bytes_kept:
-        yield f"layers in low rank keep {plan.bytes_kept / 1e6:.4g} MB a rank: what was not sent yet, and factors"
+        yield f"layers in low rank keep {plan.bytes_kept / 1e6:.4g} MB a rank: residuals not sent yet, and factors"
     if plan.gathered and not layer:
         modules = ", ".join(f"{row.name} in {row.bits} bits" for row in plan.gathered)
-        yield f"to gather parameters once a rank sends {plan.bytes_gathered / 1e6:.4g} MB: {modules}"
+        yield f"to gather the parameters once, a rank sends {plan.bytes_gathered / 1e6:.4g} MB: {modules}"
     for row in plan.layers:
         if layer in ("", row.name):
             hidden = f"{row.exposed * 1e3:.3g} ms exposed" if row.exposed else "hidden behind backward"

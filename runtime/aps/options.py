@@ -73,7 +73,7 @@ class APSOptions:
             _check_count(field, getattr(self, field), 0)
         if self.error_feedback and self.scaling != "aps":
             raise ConfigError(
-                f"APS error_feedback=True has no use with scaling={self.scaling!r}, which shows what plain rounding "
+                f"APS error_feedback=True has no effect with scaling={self.scaling!r}, which shows what plain rounding "
                 "does; use scaling='aps', or leave error_feedback out"
             )
         if self.group_size is not None:
@@ -85,7 +85,8 @@ class APSOptions:
             changed = [f for f in _OF_LINK[1:] if getattr(self, f) != getattr(type(self), f)]
             if changed:
                 raise ConfigError(
-                    f"APS {changed[0]}= is of bits='by link', which is not asked for; add it, or leave it out"
+                    f"APS {changed[0]}= applies only with bits='by link'; add bits='by link', or leave {changed[0]}= "
+                    "out"
                 )
             return
         if not 0 < self.error_budget < float("inf"):

@@ -101,7 +101,7 @@ class Way:
     def __post_init__(self) -> None:
         k = self.group_size
         if self.world_size < 1:
-            raise ConfigError(f"world size {self.world_size} is no number of ranks; give at least 1")
+            raise ConfigError(f"world size {self.world_size} is not a number of ranks; give at least 1")
         if k is not None and (k < 1 or self.world_size % k):
             raise ConfigError(
                 f"group size {k} does not divide {self.world_size} ranks into equal groups; give a divisor of "

@@ -109,7 +109,9 @@ class APSState:
         chosen = self.options
         if chosen.bits != "by link":
             if weights is not None or plan is not None:
-                raise ConfigError("weights= and plan= are of bits='by link'; add it, or leave them out")
+                raise ConfigError(
+                    "weights= and plan= apply only with bits='by link'; add bits='by link', or leave them out"
+                )
             return None
         if model is None or not isinstance(self.wire, FloatWire) or self.wire.code_bytes != 1:
             raise ConfigError(

@@ -193,8 +193,8 @@ class BlockWire:
     def __post_init__(self) -> None:
         if self.fmt.tensor_scale:
             raise FormatError(
-                f"{self.fmt.name} has a scale of the whole tensor, which parts of a bucket cannot share; use a block "
-                "format without, such as '1-2-1/256:e8m0'"
+                f"{self.fmt.name} has one scale for the whole tensor, which the parts of a bucket cannot share; use a "
+                "block format without one, such as '1-2-1/256:e8m0'"
             )
 
     @property

@@ -28,8 +28,8 @@ _SIGNATURES = {
     "fxprec_compact_hold": (None, ctypes.c_double),
 }
 _WHY_NOT = {
-    0: "another allocator has taken the place of torch's",
-    -1: "the system gives this process no 32 GiB of addresses (ulimit -v), half of which it takes",
+    0: "another allocator has replaced torch's",
+    -1: "the system does not give this process 32 GiB of addresses (ulimit -v), of which half is used",
 }
 
 
@@ -54,7 +54,7 @@ def install() -> str | None:
     A further call does nothing. A child of ``fork`` keeps the allocator.
     """
     if sys.platform != "linux":
-        return f"it is written for Linux, and this is {sys.platform}"
+        return f"it runs on Linux only, and this is {sys.platform}"
     try:
         library = _library()
     except Exception as error:  # any failure of a foreign compiler

@@ -34,8 +34,8 @@ def _agrees(fmt: Format, device: torch.device, keep: bool) -> bool:
     if wrong is None:
         return True
     warnings.warn(
-        f"{fmt.name}: the cast of {torch.cuda.get_device_name(device)} gives other codes than the format's definition, "
-        f"first for {wrong!r}; rounding runs in integers, with a quarter more instructions",
+        f"{fmt.name}: the cast of {torch.cuda.get_device_name(device)} gives other codes than the format's "
+        f"definition, first for {wrong!r}; rounding is done in integer arithmetic, with a quarter more instructions",
         FxprecWarning,
         stacklevel=2,
     )

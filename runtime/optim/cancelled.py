@@ -80,7 +80,7 @@ def by_layer(rows: Sequence[CancelledRow]) -> list[CancelledRow]:
     for row in rows:
         if not row.name.endswith("'"):
             raise ConfigError(
-                f"{row.name} has no name, so nobody knows its layer; give the optimizer model.named_parameters()"
+                f"{row.name} has no name, so its layer is unknown; give the optimizer model.named_parameters()"
             )
         name = row.name.removeprefix("parameter '").removesuffix("'").rpartition(".")[0]
         known = found.get((row.group, name), row._replace(name=name, nonzero=0, cancelled=0))

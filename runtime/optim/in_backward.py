@@ -119,7 +119,7 @@ def _is_wanted(parameter: Parameter, name: str) -> bool:
         return compat.will_run(node)
     except RuntimeError:
         raise GradientError(
-            f"torch.autograd.grad() asks for the gradient of {name}, which backward steps and does not return; call "
+            f"torch.autograd.grad() asks for the gradient of {name}, which backward applies and does not return; call "
             "backward(), or compile without option optimizer"
         ) from None
 

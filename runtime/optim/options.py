@@ -133,15 +133,15 @@ def check_group(group: dict[str, Any], position: int) -> None:
     if group["format"] is not None:
         group["format"] = parse(group["format"]).name
     if group.get("differentiable"):
-        raise ConfigError("differentiable=True cannot be: rounding has no derivative; use torch.optim for that")
+        raise ConfigError("differentiable=True is impossible: rounding has no derivative; use torch.optim for that")
     if group["error_if_nonfinite"] and group.get("capturable"):
         raise ConfigError("error_if_nonfinite waits for the device, which capturable=True forbids; drop one of them")
     for name, param in _named(group):
         _check_param(name, param, position)
         if group["gradients"] is not None and param.dtype == torch.float16:
             raise ConfigError(
-                f"{name} of group {position} is float16, whose gradient bf16 holds in as many bytes and 3 bits less; "
-                "drop gradients='bf16', or convert it with .float()"
+                f"{name} of group {position} is float16, whose gradient takes as many bytes in bf16, with 3 mantissa "
+                "bits less; drop gradients='bf16', or convert it with .float()"
             )
     _check_formats(group, position)
     if group["states"] is not None:
@@ -221,7 +221,7 @@ def _check_betas(group: Mapping[str, Any], fmt: Format, position: int) -> None:
     for name, beta in betas.items():
         if beta < 1 and float(nearest(torch.tensor(float(beta), dtype=torch.float32, device="cpu"), fmt)) >= 1:
             raise ConfigError(
-                f"{name}={float(beta)} of group {position} rounds to 1 in {fmt.name}: the average would never forget; "
+                f"{name}={float(beta)} of group {position} rounds to 1 in {fmt.name}: the average would never decay; "
                 f"use less than {1 - 2.0 ** -(fmt.mantissa_bits + 2)} (the paper takes 0.997 for bf16)"
             )
 

@@ -265,8 +265,9 @@ class ScaleKeeper(Keeper):
         for row in refused.keys() - self._refused:
             wanted, given = refused[row], self.exps[self.graph.casts[row]]
             detail = (
-                f"scale 2**{wanted} wanted, 2**{given} given, float32 having no more range: part of this gradient "
-                f"{'overflows' if wanted < given else 'underflows'}; multiply the loss by 2**{wanted - given} or so"
+                f"scale 2**{wanted} is needed and 2**{given} is used, the limit of float32's range: part of this "
+                f"gradient {'overflows' if wanted < given else 'underflows'}; multiply the loss by 2**{wanted - given} "
+                "or so"
             )
             tell("clamp", self.graph.site_of[row], detail)
         self._refused = set(refused)

@@ -302,7 +302,7 @@ def test_ranks_that_would_not_send_alike_are_refused_in_words(results: list[dict
         assert "needs model=, for the layers' names" in said["no model"]
         assert "APS options differ between ranks" in said["rates"]
         assert "has a layer '4.wieght'" in said["name"]
-        assert "plan is of 8 ranks, here are 3" in said["ranks"]
+        assert "plan is for 8 ranks, and 3 are running" in said["ranks"]
         assert "weights['conv*'] names no parameter" in said["weights"]
 
 
@@ -318,7 +318,7 @@ def test_a_nan_on_one_rank_is_nan_on_all_and_delays_the_plan(results: list[dict[
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"link": "1Mbit/s"}, "link= is of bits='by link'"),
+        ({"link": "1Mbit/s"}, "link= applies only with bits='by link'"),
         ({"bits": "by size"}, "did you mean 'by link'|use one of"),
         ({"bits": "by link", "link": "fast"}, "'fast' is not understood"),
         ({"bits": "by link", "widths": (8, 4)}, "16 among them"),

@@ -158,8 +158,8 @@ def test_one_node_is_planned_as_ranks_that_are_all_alike(results: list[dict[str,
 def test_a_plan_of_other_nodes_is_refused_in_words(results: list[dict[str, Any]]) -> None:
     for rank in results:
         said = rank["refused"]
-        assert "link plan is of nodes of 2 ranks, here they have 1; give group_size=2" in said["no nodes"]
-        assert "link plan is of nodes of 4 ranks, here they have 2" in said["other nodes"]
+        assert "link plan is for nodes of 2 ranks, and here nodes have 1; give group_size=2" in said["no nodes"]
+        assert "link plan is for nodes of 4 ranks, and here nodes have 2" in said["other nodes"]
 
 
 def test_links_are_read_in_either_order_and_one_kind_is_not_enough() -> None:

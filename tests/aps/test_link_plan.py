@@ -67,7 +67,7 @@ def test_a_plan_comes_back_as_it_was_and_its_digest_is_of_all_of_it(tmp_path: Pa
         ({"layers__1__name": "head.weight"}, "layers: name 'head.weight' twice; give each layer one line"),
         ({"gathered__1__name": "head"}, "gathered: name 'head' twice; give each layer one line"),
         ({"gathered__0__bits": 7}, r"gathered\[0\]\.bits: is 7; it must be one of 32, 16, 8, 4"),
-        ({"layers__1__bucket": 7}, "layers: lie in buckets beyond the 2 of ready; plan again"),
+        ({"layers__1__bucket": 7}, "layers: have buckets beyond the 2 entries of ready; plan again"),
         ({"bytes_per_second": 0}, "bytes_per_second: is 0; it must be a positive number"),
         ({"ranks": 1}, "ranks: is 1; it must be an int from 2"),
         ({"schema": 2}, "schema: is 2; it must be an int from 1 to 1"),
@@ -75,7 +75,7 @@ def test_a_plan_comes_back_as_it_was_and_its_digest_is_of_all_of_it(tmp_path: Pa
         ({"node": 2}, "top level: has 4 ranks and nodes of 2, or no link inside of them; plan again"),
         ({"node": 3, "inside": {"bytes_per_second": 1.0, "latency": 0.0}}, "top level: has 4 ranks and nodes of 3"),
         ({"inside": {"bytes_per_second": 0, "latency": 0.0}}, "inside.bytes_per_second: is 0; it must be a positive"),
-        ({"layers__0__by_nodes": True}, "layers: go by nodes, and node is 1; plan again"),
+        ({"layers__0__by_nodes": True}, "layers: are exchanged by nodes, and node is 1; plan again"),
         ({"layers__0__by_nodes": 1}, r"layers\[0\]\.by_nodes: is 1; it must be true or false"),
     ],
 )
@@ -106,7 +106,7 @@ def test_explain_says_bits_exposed_seconds_and_cost(tmp_path: Path, capsys: pyte
     PLAN.save(tmp_path / "link.json")
     assert run("explain", str(tmp_path / "link.json")) == 0
     link, shares, *layers = capsys.readouterr().out.splitlines()
-    assert link == "4 ranks, 200 Mbit/s, 1 ms: a rank sends 2.5 MB a step, which ends 30 ms after the last gradient"
+    assert link == "4 ranks, 200 Mbit/s, 1 ms: a rank sends 2.5 MB a step and ends 30 ms after the last gradient"
     assert shares.startswith("25% in 16 bits, 75% in 4 bits; adds 4.00e-03 of a gradient's squared norm, of 3.12e-02")
     assert layers[0] == "16 bits  head.weight: 1,000 elements, bucket 0, hidden behind backward, adds 1.00e-07"
     assert layers[1] == " 4 bits  body.weight: 3,000 elements, bucket 1, 2 ms exposed, adds 4.00e-03"
@@ -114,7 +114,7 @@ def test_explain_says_bits_exposed_seconds_and_cost(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out.splitlines()[2:] == [layers[1]]
     SHARDED.save(tmp_path / "sharded.json")
     assert run("explain", str(tmp_path / "sharded.json")) == 0
-    gathered = "to gather parameters once a rank sends 0.005 MB: head in 32 bits, body in 8 bits"
+    gathered = "to gather the parameters once, a rank sends 0.005 MB: head in 32 bits, body in 8 bits"
     assert capsys.readouterr().out.splitlines() == [link, shares, gathered, *layers]
     by_nodes = replace(PLAN.layers[1], by_nodes=True)
     nodes = replace(PLAN, node=2, inside=Link(2.5e8, 1e-4), bytes_between=900_000, layers=(PLAN.layers[0], by_nodes))
@@ -125,7 +125,7 @@ def test_explain_says_bits_exposed_seconds_and_cost(tmp_path: Path, capsys: pyte
     assert where.startswith(
         "4 ranks on 2 nodes, 2000 Mbit/s, 0.1 ms inside, 200 Mbit/s, 1 ms between: a rank sends 2.5 MB"
     )
-    assert between == "a node sends others 0.9 MB a step"
+    assert between == "a node sends to other nodes 0.9 MB a step"
     assert shares.startswith("25% in 16 bits, 75% in 4 bits by nodes; adds")
     assert (first, second) == (layers[0], layers[1].replace("4 bits", "4 bits by nodes"))
     assert run("explain", str(tmp_path / "link.json"), "body.wieght") == 2

@@ -135,7 +135,10 @@ def test_what_cannot_be_compared_is_one_line_that_teaches(runs, tmp_path, capsys
     (tmp_path / "plan" / "plan.json").write_bytes((runs / "fp8" / "graph-0" / "plan.json").read_bytes())
     for args, words in (
         ((runs / "fp8", tmp_path / "none"), "none: "),
-        ((runs / "fp8", tmp_path), "stranger/graph-0: no graph of one name; give two folders that dump= named"),
+        (
+            (runs / "fp8", tmp_path),
+            "stranger/graph-0: they have no graph name in common; give two folders that dump= named",
+        ),
         ((runs / "fp8", tmp_path / "plan"), "holds no stats.jsonl, so nothing trained there; train with options="),
         (
             (runs / "fp8", runs / "bf16", "--bitwise"),

@@ -97,5 +97,7 @@ def test_betas_that_are_tensors_are_read_as_numbers(betas: tuple[Any, Any]) -> N
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_a_derivative_of_the_step_is_refused(name: str) -> None:
-    with pytest.raises(fxprec.errors.ConfigError, match="differentiable=True cannot be: rounding has no derivative"):
+    with pytest.raises(
+        fxprec.errors.ConfigError, match="differentiable=True is impossible: rounding has no derivative"
+    ):
         OURS[name]([nn.Parameter(torch.ones(3))], differentiable=True)

@@ -236,7 +236,7 @@ rest = torch.empty(4 << 30, dtype=torch.uint8)  # as much as any process of that
 
 @pytest.mark.parametrize(
     ("gib", "said", "installs"),
-    [(20, "the system gives this process no 32 GiB of addresses (ulimit -v), half of which it takes", False),
+    [(20, "the system does not give this process 32 GiB of addresses (ulimit -v), of which half is used", False),
      (40, "None", True)],
 )  # fmt: skip
 def test_half_of_limited_addresses_are_taken_or_none(gib: int, said: str, installs: bool) -> None:

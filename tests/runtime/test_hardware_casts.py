@@ -91,7 +91,10 @@ def test_a_gpu_that_rounds_otherwise_is_told_and_not_used(h100: pytest.MonkeyPat
     assert casts_in_hardware(fmt, GPU, keep=True)
     hardware_casts._agrees.cache_clear()
     h100.setattr(hardware_casts, "_cast", lambda x, fmt, keep: by_definition(x * (x != 0.5), fmt, keep))
-    words = rf"^{fmt.name}: the cast of NVIDIA H100 gives other codes .*, first for 0.5; rounding runs in integers"
+    words = (
+        rf"^{fmt.name}: the cast of NVIDIA H100 gives other codes .*, first for 0.5; rounding is done in integer "
+        r"arithmetic"
+    )
     with pytest.warns(FxprecWarning, match=words):
         assert not casts_in_hardware(fmt, GPU, keep=True)
     with warnings.catch_warnings():

@@ -28,7 +28,7 @@ function nodeDetail(node) {
       ["operator", node.op], ["module", node.module], ["source", node.source], ["value", node.value], ["elements", node.elements ? count(node.elements) : ""],
       ["half", node.backward ? "backward" : "forward"], ["saved", node.saved ? "for backward" : ""], ["group", goTo(groups[node.group], String(node.group))],
     ]),
-    ...(node.sites.length ? node.sites.flatMap(site => siteDetail(site, node)) : [el("p", { class: "hint" }, "Not stored in a chosen format: it stays in registers, or in the dtype it has.")]),
+    ...(node.sites.length ? node.sites.flatMap(site => siteDetail(site, node)) : [el("p", { class: "hint" }, "Not stored in a chosen format: it stays in registers, or in its own dtype.")]),
   ];
 }
 function siteDetail(site, node) {

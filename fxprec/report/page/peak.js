@@ -6,7 +6,7 @@ const time = s => s >= 1 ? `${s.toPrecision(3)} s` : s >= 1e-3 ? `${(1e3 * s).to
 function peakOver(peak) {
   const measured = peak.compiled === null ? "" : `; ${bytes(peak.compiled)} as compiled`;
   const shared = peak.graphs > 1 ? `; the budget of ${bytes(peak.budget)} is shared by ${peak.graphs} graphs of the step` : "";
-  const beside = peak.beside ? `, while ${bytes(peak.beside)} of other graphs live beside it` : "";
+  const beside = peak.beside ? `, while ${bytes(peak.beside)} of other graphs are held` : "";
   const caption = `forward, then backward; at most ${bytes(peak.planned)} predicted${measured}, and ${bytes(peak.high)} with everything kept high${beside}${shared}`;
   const found = [el("h3", {}, `Live bytes over the step, as predicted${peak.compiledLive.length ? "; the line is as compiled" : ""}`), areas(peak.live, peak.kinds, classes(peak.kinds), { caption, level: peak.room, levelName: `budget ${bytes(peak.room)}`, over: peak.compiledLive, overName: "as compiled" })];
   return peak.points.length ? [...found, ...slider(peak)] : found;
@@ -21,10 +21,10 @@ function slider(peak) {
     const words = `${bytes(p.peak)} at the peak, ${time(p.seconds)} predicted${more >= 5e-4 ? `, ${percent(more)} more than the fastest` : ""}`;
     said.value = +input.value ? words : `${words}; everything kept high`;
     input.setAttribute("aria-valuetext", said.value);
-    picture.replaceChildren(areas(p.live, peak.kinds, classes(peak.kinds), { caption: "live bytes there", level: p.peak, levelName: bytes(p.peak), top }));
+    picture.replaceChildren(areas(p.live, peak.kinds, classes(peak.kinds), { caption: "live bytes under this budget", level: p.peak, levelName: bytes(p.peak), top }));
   }
   const curve = chart([{ points: points.map(p => [p.peak, p.seconds]).toReversed(), cls: "b8" }], {
-    caption: "predicted time of a step by its peak: by rough rates of the device, to compare by", x: bytes, y: time, zero: false, now: peak.planned });
+    caption: "predicted time of a step by its peak, from rough rates of the device: compare points with each other only", x: bytes, y: time, zero: false, now: peak.planned });
   show();
   return [el("h3", {}, "Other budgets"), el("p", { class: "slide" }, input, said), picture, el("div", { class: "charts" }, curve)];
 }

@@ -50,8 +50,8 @@ function siteTable() {
 function gemmTable() {
   const gemms = raw.gemms.map(([node, op, module, flops, half, planned, pays, why]) => ({ node: T(node), op: T(op), module: T(module), flops, half, planned, pays, why: T(why) }));
   const asked = gemms.some(g => g.pays !== null || g.why);
-  $("gemm-note").textContent = "One forward GEMM a row, its two backward GEMMs cost as much each. FLOP per byte says what a GEMM waits for: many, arithmetic; few, memory. "
-    + (asked ? "" : "This plan does not say which would pay: no cost model was asked.");
+  $("gemm-note").textContent = "One forward GEMM a row, its two backward GEMMs cost as much each. FLOP per byte says what limits a GEMM: many, arithmetic; few, memory. "
+    + (asked ? "" : "This plan does not say which would pay: no cost model was used.");
   const at = new Map(nodes.filter(n => !n.backward).map(n => [n.name, n]));
   const columns = [
     { name: "GEMM", value: g => g.node, show: g => at.has(g.node) ? goTo(at.get(g.node), g.node) : g.node },
