@@ -266,8 +266,8 @@ def test_gradient_is_straight_through() -> None:
             "float64 would be rounded twice, through float32; convert with .float()",
         ),
         (lambda x: encode(x.long(), "e5m2"), "torch.int64 holds no numbers to round; give float32,"),
-        (lambda x: quantize([1.0], "e5m2"), "what is to be rounded is of type list; give a torch.Tensor"),
-        (lambda x: encode("1.0", "e5m2"), "what is to be rounded is of type str; give a torch.Tensor"),
+        (lambda x: quantize([1.0], "e5m2"), "cannot round a list; give a torch.Tensor"),
+        (lambda x: encode("1.0", "e5m2"), "cannot round a str; give a torch.Tensor"),
         (lambda x: quantize(x, "e5m3"), "did you mean 'e5m2'"),
         (lambda x: quantize(x, "e5m2", "up"), "rounding='up' is unknown; use one of ['nearest',"),
         (

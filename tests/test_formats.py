@@ -117,9 +117,12 @@ def message_of(make: Callable[..., object], *args: object, **fields: object) -> 
             "mantissa_bits=24 is out of range for a float of at most 32 bits; use 0 to 23",
         ),
         ({"exponent_bits": 4, "mantissa_bits": -1}, "mantissa_bits=-1"),
-        ({"exponent_bits": 4.0, "mantissa_bits": 3}, "exponent_bits=4.0 is no integer; use 1 to 8"),
-        ({"exponent_bits": True, "mantissa_bits": 3}, "exponent_bits=True is no integer"),
-        ({"exponent_bits": 4, "mantissa_bits": 3, "bias": 0.5}, "bias=0.5 is no integer; a format's bias is a whole"),
+        ({"exponent_bits": 4.0, "mantissa_bits": 3}, "exponent_bits=4.0 is not an integer; use 1 to 8"),
+        ({"exponent_bits": True, "mantissa_bits": 3}, "exponent_bits=True is not an integer"),
+        (
+            {"exponent_bits": 4, "mantissa_bits": 3, "bias": 0.5},
+            "bias=0.5 is not an integer; a format's bias is a whole",
+        ),
         (
             {"exponent_bits": 4, "mantissa_bits": 3, "specials": "ocp"},
             "specials='ocp' is unknown; use one of ['fn', 'ieee', 'none']",
@@ -136,7 +139,7 @@ def message_of(make: Callable[..., object], *args: object, **fields: object) -> 
         ({"exponent_bits": 4, "mantissa_bits": 3, "bias": 400}, "spans 2^-406 to"),
         (
             {"exponent_bits": 8, "mantissa_bits": 3, "bias": 100},
-            "1-8-3 with bias 100 spans 2^-226 to 2^28, beyond float32, which carries every value; choose a bias",
+            "1-8-3 with bias 100 spans 2^-226 to 2^28, beyond float32, in which every value is computed; choose a bias",
         ),
         ({"exponent_bits": 4, "mantissa_bits": 3, "bias": -130}, "beyond float32"),
         ({"exponent_bits": 8, "mantissa_bits": 3, "specials": "fn"}, "beyond float32"),
@@ -158,8 +161,8 @@ def test_a_format_that_cannot_be(fields: dict[str, object], words: str) -> None:
         ("1-0-3", "exponent_bits=0"),
         ("2-4-3", "1-E-M"),
         ("", "unknown format"),
-        (7, "7 is no format; give a fxprec.Format or a name such as 'e4m3fn'"),
-        (None, "None is no format"),
+        (7, "7 is not a format; give a fxprec.Format or a name such as 'e4m3fn'"),
+        (None, "None is not a format"),
     ],
 )
 def test_a_name_that_is_none(name: object, words: str) -> None:
@@ -174,7 +177,7 @@ def test_a_name_that_is_none(name: object, words: str) -> None:
             {"exponent_bits": 4, "mantisa_bits": 3},
             "a format has no field 'mantisa_bits'; did you mean 'mantissa_bits'?; use",
         ),
-        ({"exponent_bits": "4", "mantissa_bits": 3}, "'4' is no integer"),
+        ({"exponent_bits": "4", "mantissa_bits": 3}, "'4' is not an integer"),
         ({"exponent_bits": 4, "mantissa_bits": 3, "specials": []}, "is unknown; use one of"),
     ],
 )

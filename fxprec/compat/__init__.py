@@ -136,9 +136,11 @@ bitcasts_in_loops = optional("fxprec.compat.bitcasts", "bitcasts_in_loops", "bit
 only_tensors_are_loads = optional("fxprec.compat.loads", "only_tensors_are_loads", "a GPU's kernels are fused less")
 saving_memory = optional("fxprec.compat.order", "saving_memory", "Inductor orders kernels, at a higher peak")
 tiles_for_bytes = optional("fxprec.compat.tiling", "tiles_for_bytes", "loops over 8-bit codes on a CPU are slower")
-converting_fakes = optional("fxprec.compat.conversions", "converting_fakes", "a factory converts its model in vain")
+converting_fakes = optional(
+    "fxprec.compat.conversions", "converting_fakes", "a factory's conversion of its model takes needless time"
+)
 recompiles_per_model = optional("fxprec.compat.frames", "recompiles_per_model", LIMITS_LOST)
 frames_left_uncompiled = optional(
-    "fxprec.compat.frames", "frames_left_uncompiled", "nothing is said of code that runs uncompiled"
+    "fxprec.compat.frames", "frames_left_uncompiled", "no warning names code that runs uncompiled"
 )
-graph_breaks = optional("fxprec.compat.frames", "graph_breaks", "nothing is said of code compiled in pieces")
+graph_breaks = optional("fxprec.compat.frames", "graph_breaks", "no event names code that is compiled in pieces")

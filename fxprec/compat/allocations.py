@@ -131,7 +131,7 @@ def _functions(source: str) -> list[ast.FunctionDef]:
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
-        raise NotReplayedError("the compiled graph is no Python") from error
+        raise NotReplayedError("the compiled graph is not Python code") from error
     found = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     if "call" not in found:
         raise NotReplayedError("the compiled graph has no function 'call'")

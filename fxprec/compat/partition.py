@@ -42,7 +42,7 @@ def without_effect(*, is_cut: bool) -> Iterator[tuple[str, str]]:
     if config.custom_partitioner_fn is not None:
         yield (
             "torch._inductor.config.custom_partitioner_fn",
-            "is not called: fxprec cuts the graph itself, as its plan says",
+            "is not called: fxprec partitions the graph itself, as its plan says",
         )
     if is_cut and getattr(functorch_config, "enable_activation_offloading", False):
         yield (

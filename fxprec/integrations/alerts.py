@@ -39,10 +39,12 @@ class Alert:
         found = _RULE.fullmatch(rule)
         limit = None if found is None else _number(found[3])
         if found is None or limit is None:
-            raise ConfigError(f"alert rule {rule!r} is no comparison; write it as 'overflow_ratio > 0.01'")
+            raise ConfigError(f"alert rule {rule!r} is not a comparison; write it as 'overflow_ratio > 0.01'")
         if found[1] not in NUMBERS:
             hint = did_you_mean(found[1], NUMBERS)
-            raise ConfigError(f"alert rule {rule!r}: no number {found[1]!r}{hint}; there are {', '.join(NUMBERS)}")
+            raise ConfigError(
+                f"alert rule {rule!r}: unknown number {found[1]!r}{hint}; use one of {', '.join(NUMBERS)}"
+            )
         return cls(pattern, found[1], found[2], limit)
 
     @property

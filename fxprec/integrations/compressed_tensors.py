@@ -115,7 +115,7 @@ def _add(formats: dict[str, str], gemm: Gemm, fmt: str) -> None:
     if not _is_linear(gemm):
         if fmt:
             raise PlanError(
-                f"{gemm.node} ({gemm.module}) is {gemm.op} in {fmt}, and a config names linear layers alone; plan "
+                f"{gemm.node} ({gemm.module}) is {gemm.op} in {fmt}, and a config can name linear layers only; plan "
                 f"with keep_high={(gemm.module,)!r}"
             )
         if gemm.op == "fxprec.grouped_mm" and gemm.module:
@@ -147,8 +147,8 @@ def _forward(plan: Plan, gemm: Gemm) -> str:
         return ""
     if plan.storage == "simulate":
         raise PlanError(
-            f"storage 'simulate' rounds every tensor to {low.name} for every reader, which no config says; plan with "
-            "storage='native'"
+            f"storage 'simulate' rounds every tensor to {low.name} for every reader, which a config cannot express; "
+            "plan with storage='native'"
         )
     weights = [s for s in plan.sites if s.kind == "param" and s.tensor == f"{gemm.module}.weight"]
     is_low = all(site.format == low.name or site.unread for site in weights)
@@ -159,7 +159,7 @@ def _scheme(module: str, fmt: str) -> Scheme:
     found = next((scheme for scheme in SCHEMES if fmt in scheme.formats), None)
     if found is None:
         known = ", ".join(name for scheme in SCHEMES for name in scheme.formats)
-        raise PlanError(f"{module} multiplies in {fmt}, which no config names; use one of {known}")
+        raise PlanError(f"{module} multiplies in {fmt}, which a config cannot name; use one of {known}")
     return found
 
 
@@ -168,9 +168,12 @@ def _remarks(plans: Sequence[Plan], schemes: Iterable[Scheme]) -> Iterator[str]:
     if "FP8" in named and not all(gemm.pays for plan in plans for gemm in plan.gemms if _is_linear(gemm)):
         yield "not every layer multiplied codes in training: an engine's products differ by e4m3fn's rounding"
     if "MXFP8" in named and any(gemm.forward.endswith("up") for plan in plans for gemm in plan.gemms):
-        yield "training rounded scales of blocks up, as compressed-tensors does; no config says what an engine does"
+        yield (
+            "training rounded scales of blocks up, as compressed-tensors does; a config cannot say how an engine "
+            "rounds them"
+        )
     if "NVFP4" in named:
-        yield "training took the tensor scale of inputs from each batch; an engine wants one from calibration"
+        yield "training took the tensor scale of inputs from each batch; an engine needs one from calibration"
         if any(plan.recipe.operands is not None and plan.recipe.operands.square_weights for plan in plans):
             yield "weights shared scales in squares of 16 x 16: a checkpoint of these numbers has each scale 16 times"
 
@@ -204,7 +207,7 @@ def _read(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         try:
             config = json.loads(Path(config).read_text())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{config} is no JSON file that can be read: {error}") from None
+            raise ConfigError(f"{config} cannot be read as JSON: {error}") from None
     if not isinstance(config, Mapping):
         raise ConfigError(f"the config is {config!r}; give it a mapping")
     said = config.get("quantization_config", config)
@@ -213,7 +216,7 @@ def _read(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
             f"quant_method is {said.get('quant_method')!r}; give it a config of {METHOD!r} with config_groups"
         )
     if said.get("kv_cache_scheme"):
-        raise ConfigError("the config rounds a kv cache, which a training step has none of; take kv_cache_scheme out")
+        raise ConfigError("the config rounds a KV cache, and a training step has none; take kv_cache_scheme out")
     return said  # type: ignore[no-any-return]
 
 
@@ -226,7 +229,10 @@ def _check_patterns(patterns: Iterable[str]) -> None:
         try:
             re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
         except re.error as error:
-            said = f"the config names layers by {pattern!r}, which is no regular expression: {error}; mend or drop it"
+            said = (
+                f"the config names layers by {pattern!r}, which is not a regular expression: {error}; correct or drop "
+                "it"
+            )
             raise ConfigError(said) from None
 
 

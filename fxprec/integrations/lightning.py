@@ -65,7 +65,7 @@ class FxprecCallback(Callback):  # type: ignore[misc, unused-ignore]
     def _tell_of_nothing(self, pl_module: LightningModule) -> None:
         what = f"self.{self.part}(...)" if self.part else "self(...)"
         warnings.warn(
-            f"{type(pl_module).__name__}.training_step ran nothing of what fxprec compiled: it does not call {what}; "
+            f"{type(pl_module).__name__}.training_step ran nothing that fxprec compiled: it does not call {what}; "
             "give FxprecCallback part=, the name of the submodule it calls",
             FxprecWarning,
             stacklevel=2,

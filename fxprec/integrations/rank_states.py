@@ -58,7 +58,7 @@ class RankStates:
         if len(saved) != self._world:
             warnings.warn(
                 f"saved by {len(saved)} ranks, loaded by {self._world}: ranks beyond the saved ones take the "
-                "promotions and scales of rank 0, and training does not go on bit for bit",
+                "promotions and scales of rank 0, and training does not continue bit for bit",
                 FxprecWarning,
                 stacklevel=2,
             )
@@ -110,7 +110,7 @@ def _unpacked(state: object) -> list[dict[str, Any]]:
         return states
     except (KeyError, TypeError, ValueError, IndexError):
         raise PlanError(
-            f"this is no state of fxprec.integrations.RankStates version {VERSION}, or a damaged one; pass what its "
+            f"this is not a state of fxprec.integrations.RankStates version {VERSION}, or a damaged one; pass what its "
             "state_dict() returned"
         ) from None
 

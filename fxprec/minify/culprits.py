@@ -61,7 +61,7 @@ class Search:
         for c in self.culprits:
             s = c.site
             lines.append((s.tensor, s.kind, s.module, s.source, s.format, f"{c.error:.3g}"))
-        table = aligned(lines) if self.culprits else "no tensor held low adds to it"
+        table = aligned(lines) if self.culprits else "no tensor held low contributes to it"
         return f"{head} ({self.sites} low, {self.runs} runs)\n{table}"
 
 
@@ -76,12 +76,14 @@ def find_culprits(case: Case, config: Config, *, tensor: str | None = None, top:
     exact = Exact.of(case)
     planned = exact.errors(compiled.run(STEPS))
     if not planned:
-        raise ConfigError("float32 itself is far from float64 in every tensor of this model, so no error can be told")
+        raise ConfigError(
+            "float32 itself differs much from float64 in every tensor of this model, so no error can be measured"
+        )
     if not compiled.backend.plans:
-        raise ConfigError(f"{case.name} has no graph that is planned, so no tensor can be to blame")
+        raise ConfigError(f"{case.name} has no graph that is planned, so no tensor can cause the error")
     name = tensor or max(planned.values(), key=lambda m: m.error).name
     if name not in planned:
-        raise ConfigError(f"{name!r} is none of the tensors compared; give one of {', '.join(planned)}")
+        raise ConfigError(f"{name!r} is not one of the tensors compared; give one of {', '.join(planned)}")
     sites = [(c, s) for c in compiled.backend.controllers for s in c.plan.sites if s.format != _high(c, s)]
     runs = count(1)
 

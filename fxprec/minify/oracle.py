@@ -55,7 +55,7 @@ class Exact:
         rows = self.errors(found).values()
         if not rows:
             raise ConfigError(
-                "float32 itself is far from float64 in every tensor of this model, so no error can be told"
+                "float32 itself differs much from float64 in every tensor of this model, so no error can be measured"
             )
         return max(rows, key=lambda m: m.error)
 

@@ -135,7 +135,7 @@ def _piece(captured: Captured, args: tuple[Any, ...]) -> Piece:
         raise ConfigError("the graph holds sub-graphs (checkpointing, a loop); reduce a module without them")
     placeholders = graph.find_nodes(op="placeholder")
     if not all(isinstance(arg, Tensor) for arg in args):
-        raise ConfigError("the graph has an input that is no tensor; make the model's sizes constant")
+        raise ConfigError("the graph has an input that is not a tensor; make the model's sizes constant")
     kinds = [_KINDS.get(described.kind, "input") for described in captured.inputs]
     inputs = {n.name: Input.like(a, kind) for n, a, kind in zip(placeholders, args, kinds, strict=False)}
     recorder = _Recorder(captured.gm)

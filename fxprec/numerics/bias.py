@@ -51,8 +51,8 @@ class Bias:
         names = ("away from zero", "toward zero") if self.worst == self.outward else ("up", "down")
         sigmas = abs(self.worst) / self.spread if self.spread else math.inf
         return (
-            f"{abs(self.worst):.2g} of a last place {names[self.worst < 0]} on average, {sigmas:.3g} times what an "
-            f"unbiased rounding of its {self.elements:,} inexact elements varies by"
+            f"{abs(self.worst):.2g} of a last place {names[self.worst < 0]} on average, {sigmas:.3g} standard "
+            f"deviations of an unbiased rounding of its {self.elements:,} inexact elements"
         )
 
 

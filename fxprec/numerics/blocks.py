@@ -35,7 +35,7 @@ class Integer:
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or self.bits not in (1, 2, 4, 8):
-            raise FormatError(f"bits={self.bits!r} is no size of an integer in a block; use 1, 2, 4 or 8")
+            raise FormatError(f"bits={self.bits!r} is not a size of an integer in a block; use 1, 2, 4 or 8")
 
     @property
     def largest(self) -> int:
@@ -68,7 +68,7 @@ class BlockFormat:
     def __post_init__(self) -> None:
         if not isinstance(self.block, int) or not 8 <= self.block <= _LARGEST_BLOCK or self.block & (self.block - 1):
             raise FormatError(
-                f"block={self.block!r} is no size of a block; use a power of two from 8 to {_LARGEST_BLOCK}"
+                f"block={self.block!r} is not a size of a block; use a power of two from 8 to {_LARGEST_BLOCK}"
             )
         if self.scale not in _SCALE_DTYPES:
             raise FormatError(f"scale={self.scale!r} is unknown; use one of {list(_SCALE_DTYPES)}")

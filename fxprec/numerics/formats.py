@@ -58,7 +58,7 @@ class Format:
         _check_bits("exponent_bits", self.exponent_bits, 1, 8)
         _check_bits("mantissa_bits", self.mantissa_bits, 0, _CARRIER_MANTISSA_BITS)
         if not isinstance(self.bias, int) or isinstance(self.bias, bool):
-            raise FormatError(f"bias={self.bias!r} is no integer; a format's bias is a whole number of binades")
+            raise FormatError(f"bias={self.bias!r} is not an integer; a format's bias is a whole number of binades")
         if not isinstance(self.specials, str) or self.specials not in _OVERFLOWS:
             raise FormatError(f"specials={self.specials!r} is unknown; use one of {sorted(_OVERFLOWS)}")
         allowed = _OVERFLOWS[self.specials]
@@ -87,7 +87,8 @@ class Format:
         if low < _CARRIER_MIN_EXPONENT or top > high or low - self.mantissa_bits > _CARRIER_MAX_EXPONENT - 23:
             raise FormatError(
                 f"1-{self.exponent_bits}-{self.mantissa_bits} with bias {self.bias} spans 2^{low} to 2^{top}, beyond "
-                "float32, which carries every value; choose a bias or specials='ieee' to keep it within 2^-126 to 2^127"
+                "float32, in which every value is computed; choose a bias or specials='ieee' to keep it within 2^-126 "
+                "to 2^127"
             )
 
     def has_numbers_of(self, other: Format) -> bool:
@@ -230,7 +231,7 @@ class Format:
 
 def _check_bits(field: str, value: object, least: int, most: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise FormatError(f"{field}={value!r} is no integer; use {least} to {most}")
+        raise FormatError(f"{field}={value!r} is not an integer; use {least} to {most}")
     if not least <= value <= most:
         raise FormatError(f"{field}={value} is out of range for a float of at most 32 bits; use {least} to {most}")
 
@@ -313,7 +314,7 @@ def parse(fmt: str | Format) -> Format:
     if isinstance(fmt, Format):
         return fmt
     if not isinstance(fmt, str):
-        raise FormatError(f"{fmt!r} is no format; give a fxprec.Format or a name such as 'e4m3fn' or '1-4-3+4'")
+        raise FormatError(f"{fmt!r} is not a format; give a fxprec.Format or a name such as 'e4m3fn' or '1-4-3+4'")
     return _parsed(fmt)
 
 

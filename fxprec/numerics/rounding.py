@@ -305,7 +305,7 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 def _check_input(x: torch.Tensor, rounding: str) -> None:
     if not isinstance(x, torch.Tensor):
-        raise FormatError(f"what is to be rounded is of type {type(x).__name__}; give a torch.Tensor")
+        raise FormatError(f"cannot round a {type(x).__name__}; give a torch.Tensor")
     _check_dtype(x.dtype)
     if rounding not in ROUNDINGS:
         raise FormatError(f"rounding={rounding!r} is unknown; use one of {list(ROUNDINGS)}")

@@ -65,7 +65,7 @@ class Case:
         found = self._converted(torch.float64, "make its constants follow the inputs' dtype (x.new_tensor, .to(x))")
         if not torch.equal(before, torch.get_rng_state()):
             raise ReferenceRunError(
-                f"{self.name} draws random numbers in forward (dropout?), so no two runs agree; set their probability "
+                f"{self.name} draws random numbers in forward (dropout?), so two runs differ; set their probability "
                 "to 0 or call .eval() in the factory"
             )
         return found

@@ -236,7 +236,7 @@ def reading(path: Path) -> Iterator[None]:
     except (OSError, UnicodeDecodeError) as error:
         raise GoldenError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}; {_REWRITE}") from None
     except (ValueError, RecursionError) as error:
-        cause = str(error) if isinstance(error, FxprecError) else f"is no JSON ({error})"
+        cause = str(error) if isinstance(error, FxprecError) else f"is not JSON ({error})"
         raise GoldenError(f"{path}: {cause}; {_REWRITE}") from None
 
 
@@ -246,7 +246,7 @@ def read_json(path: Path, schema: int) -> dict[str, Any]:
         raise GoldenError(f"is larger than {MAX_BYTES >> 20} MiB")
     data = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(data, dict):
-        raise GoldenError(f"is a {type(data).__name__}, and no golden file of the numerics kit")
+        raise GoldenError(f"is a {type(data).__name__}, not a golden file of the numerics kit")
     if data.get("schema") != schema:
         raise GoldenError(f"has schema {data.get('schema')!r:.60}, and this fxprec reads {schema}")
     return data
@@ -254,7 +254,7 @@ def read_json(path: Path, schema: int) -> dict[str, Any]:
 
 def _typed(data: object, key: str, kind: type, where: str = "") -> Any:
     if not isinstance(data, dict) or not isinstance(data.get(key), kind):
-        raise GoldenError(f"{where}{key} is missing or no {kind.__name__}")
+        raise GoldenError(f"{where}{key} is missing or not a {kind.__name__}")
     return data[key]
 
 

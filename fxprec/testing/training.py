@@ -153,7 +153,7 @@ def _load(path: Path, steps: int) -> tuple[list[float], list[float]]:
         for name in ("low", "high"):
             band = data.get(name)
             if not isinstance(band, list) or not all(type(x) in (int, float) and math.isfinite(x) for x in band):
-                raise GoldenError(f"{name} is no list of numbers")
+                raise GoldenError(f"{name} is not a list of numbers")
             if len(band) != steps:
                 raise GoldenError(f"{name} has {len(band)} steps, and the test trains {steps}")
             bands.append([float(x) for x in band])

@@ -277,8 +277,8 @@ REFUSED = {
     "rounds weights and inputs as .*type int": {"config_groups": {"a": {"targets": ["Linear"], "weights": INT4}}},
     "group 'W4A16' rounds": {"config_groups": {"W4A16": ["Linear"]}},
     "have the formats MXFP8, NVFP4": {"config_groups": {"NVFP4": ["a"], "MXFP8": ["b"]}},
-    r"names layers by 're:\(', which is no regular expression: missing \)": {"ignore": ["re:("]},
-    "rounds a kv cache": {"kv_cache_scheme": {"num_bits": 8}},
+    r"names layers by 're:\(', which is not a regular expression: missing \)": {"ignore": ["re:("]},
+    "rounds a KV cache": {"kv_cache_scheme": {"num_bits": 8}},
 }
 
 
@@ -318,15 +318,15 @@ def planned(model: nn.Module, recipe: Any, **options: Any) -> list[fxprec.Plan]:
     ("model", "recipe", "options", "message"),
     [
         (nn.Sequential(nn.Linear(32, 32)), "bf16", {}, r"'bf16' rounds no operands of a forward product"),
-        (nn.Sequential(Batched()), "mxfp8", {}, r"is aten.bmm in .*, and a config names linear layers alone"),
+        (nn.Sequential(Batched()), "mxfp8", {}, r"is aten.bmm in .*, and a config can name linear layers only"),
         (Twice(), "mxfp8", {}, r"outside of every module"),
-        (nn.Sequential(nn.Linear(32, 32)), "hfp8", {"low_ratio": 1.0, "storage": "packed"}, r"1-4-3\+4, which no config names"),
+        (nn.Sequential(nn.Linear(32, 32)), "hfp8", {"low_ratio": 1.0, "storage": "packed"}, r"1-4-3\+4, which a config cannot name"),
         (nn.Sequential(nn.Linear(32, 32)), "fp8", {"low_ratio": 1.0, "storage": "simulate"}, r"rounds every tensor"),
         (
             nn.Sequential(nn.Linear(32, 32)),
             forward_alone(Operands(forward="mxfp6")),
             {"low_ratio": None},
-            r"^0 multiplies in mxfp6_e2m3, which no config names; use one of e4m3fn, ",
+            r"^0 multiplies in mxfp6_e2m3, which a config cannot name; use one of e4m3fn, ",
         ),
     ],
 )  # fmt: skip
@@ -345,12 +345,13 @@ def run(*args: str) -> int:
 def test_the_command_exports_a_factory_and_its_plan_alike(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("t.py").write_text(
-        "import torch\ndef make():\n    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)), torch.ones(32, 32)\n"
+        "import torch\ndef make():\n    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)), "
+        "torch.ones(32, 32)\n"
     )
     assert not run("export", "t.py:make", "--recipe", "nvfp4", "--keep-high", "1")
     printed = capsys.readouterr()
     assert json.loads(printed.out)["ignore"] == ["1"]
-    assert "an engine wants one from calibration" in printed.err
+    assert "an engine needs one from calibration" in printed.err
     assert not run("dump", "t.py:make", "--recipe", "nvfp4", "--keep-high", "1", "--out", "dumped")
     capsys.readouterr()
     assert not run("export", "dumped", "--out", "config.json")

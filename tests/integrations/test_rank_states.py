@@ -59,7 +59,7 @@ def test_equal_states_of_ranks_are_kept_once() -> None:
 def test_another_number_of_ranks_is_told_and_takes_the_first(trained: nn.Module) -> None:
     own = json.dumps(json.loads(RankStates(trained).state_dict()["ranks"])["states"][0])
     other = RankStates(two_layers())
-    with pytest.warns(fxprec.FxprecWarning, match=r"saved by 3 ranks, loaded by 1: .* does not go on bit for bit"):
+    with pytest.warns(fxprec.FxprecWarning, match=r"saved by 3 ranks, loaded by 1: .* does not continue bit for bit"):
         other.load_state_dict(rank_states._packed([own] * 3))
     assert other.state_dict() == RankStates(trained).state_dict()
 
@@ -76,7 +76,7 @@ def test_a_model_compiled_in_other_places_is_refused(trained: nn.Module) -> None
      {"version": 1, "ranks": '{"states": [], "state_of_rank": [0]}'}, fxprec.Backend().state_dict()],
 )  # fmt: skip
 def test_a_damaged_state_is_refused_in_one_line(state: Any, trained: nn.Module) -> None:
-    with pytest.raises(fxprec.PlanError, match=r"no state of fxprec\.integrations\.RankStates .* pass what its"):
+    with pytest.raises(fxprec.PlanError, match=r"not a state of fxprec\.integrations\.RankStates .* pass what its"):
         RankStates(trained).load_state_dict(state)
 
 

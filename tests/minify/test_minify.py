@@ -128,7 +128,10 @@ def test_wrong_use_is_one_line(net, capsys):
     for arguments, words in (
         (("--crash", "--error-above", 1), "--crash and --error-above are both given; choose the failure to reduce"),
         (("--error-above", 10, "--recipe", "bf16"), "does not fail: relative error of"),
-        (("--tensor", "nobody"), "'nobody' is none of the tensors compared; give one of output, loss, a.weight.grad"),
+        (
+            ("--tensor", "nobody"),
+            "'nobody' is not one of the tensors compared; give one of output, loss, a.weight.grad",
+        ),
         (("--recipe", "fp32"), "holds everything in float32"),
     ):
         assert run("minify", f"{net}:make", *arguments) == 2

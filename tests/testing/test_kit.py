@@ -82,7 +82,7 @@ def test_training_stays_in_the_band_of_its_seeds_and_leaves_it_when_it_learns_le
     with pytest.raises(GoldenError, match="low has 12 steps, and the test trains 5"):
         verify_training(mlp, batch, **{**common, "steps": 5})
     golden.write_text(json.dumps({"schema": 1, "low": [0, "x"], "high": []}))
-    with pytest.raises(GoldenError, match=r"curve\.json: low is no list of numbers; rewrite it"):
+    with pytest.raises(GoldenError, match=r"curve\.json: low is not a list of numbers; rewrite it"):
         verify_training(mlp, batch, **common)
     with pytest.raises(ConfigError, match="at least 1 step and 2 seeds"):
         verify_training(mlp, batch, **{**common, "seeds": 1})

@@ -123,13 +123,13 @@ def test_a_training_run_is_held_to_its_band(pytester):
 
 
 BAD_GOLDENS = {
-    "[1, 2": "is no JSON",
-    "[1, 2]": "is a list, and no golden file of the numerics kit",
+    "[1, 2": "is not JSON",
+    "[1, 2]": "is a list, not a golden file of the numerics kit",
     '{"schema": 99}': "has schema 99, and this fxprec reads 1",
     '{"schema": 1, "options": {}, "plans": [{"sites": 3}], "statistics": [], "torch": "2"}': "top level: has no 'schema'",
     '{"schema": 1, "options": {}, "plans": [], "statistics": [{"name": "a", "numbers": {"b": [1, -1]}}], "torch": "2"}': "statistics[0].numbers.b is [1, -1], and must be [value, tolerance]",
-    '{"schema": 1, "options": {}, "plans": [], "statistics": [], "torch": NaN}': "torch is missing or no str",
-    '{"schema": 1, "options": [], "plans": []}': "options is missing or no dict",
+    '{"schema": 1, "options": {}, "plans": [], "statistics": [], "torch": NaN}': "torch is missing or not a str",
+    '{"schema": 1, "options": [], "plans": []}': "options is missing or not a dict",
 }
 
 
