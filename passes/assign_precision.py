@@ -110,7 +110,7 @@ def _follow_given(plan: Plan, grouped: Grouped, recipe: Recipe) -> Assignment:
     if len(plan.groups) != grouped.num_groups:
         raise PlanError(
             f"the plan has {len(plan.groups)} groups, this graph {grouped.num_groups}: it belongs to another model; "
-            "drop plan= to solve anew"
+            "drop plan= to plan again"
         )
     return _follow(plan, plan.low_groups, grouped, recipe)
 

@@ -47,6 +47,6 @@ def _grouping(work: Work) -> GroupingName:
     if asked != "execution":
         raise PlanError(
             f"the plan was made with grouping={followed.grouping!r}, and grouping={asked!r} is asked for; leave "
-            "grouping= out to follow the plan, or drop plan= to solve anew"
+            "grouping= out to follow the plan, or drop plan= to plan again"
         )
     return followed.grouping

@@ -30,7 +30,7 @@ class WeighGemms(Pass):
         gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device)
         given = {} if work.given is None else {g.id: g.pays for g in work.given.gemms}
         if gpu is None or not self.multiplies_codes:
-            not_asked = Answer(None, f"not asked {'on cpu' if gpu is None else 'in simulation'}")
+            not_asked = Answer(None, f"not estimated {'on cpu' if gpu is None else 'in simulation'}")
             work.answers = (not_asked,) * len(work.grouped.gemms)
         else:
             work.answers = tuple(_answer(op, gpu, work, given.get(i)) for i, op in enumerate(work.grouped.gemms))

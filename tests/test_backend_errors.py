@@ -118,7 +118,7 @@ def test_a_plan_of_another_model_names_the_first_difference(tmp_path: Path) -> N
     compile_and_run(recipe="hfp8").plans[0].save(path)
     torch.compiler.reset()
     other = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 4))
-    words = r"belongs to another model: .*tanh.*relu.*; drop plan= to solve anew"
+    words = r"belongs to another model: .*tanh.*relu.*; drop plan= to plan again"
     assert_refused(fxprec.PlanError, words, model=other, recipe="hfp8", plan=str(path))
     torch.compiler.reset()
     words = r"^the plan has 4 groups, this graph 2: it belongs to another model; drop plan="

@@ -139,7 +139,7 @@ def test_the_line_is_of_the_graphs_that_ran_last() -> None:
 
 def test_where_nothing_is_rounded_the_line_says_so() -> None:
     found = fxprec.Backend(fxprec.Config(recipe="fp32"))
-    assert found.summary() == "fxprec fp32: nothing is rounded, and Inductor compiles as by itself"
+    assert found.summary() == "fxprec fp32: nothing is rounded, and Inductor compiles as without fxprec"
 
 
 def test_reprs_are_short_and_say_what_is_saved(backend: fxprec.Backend) -> None:

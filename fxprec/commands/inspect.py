@@ -29,7 +29,7 @@ def dump(
     policy: Annotated[str, typer.Option(help="Policy: which groups become low first.")] = "size",
     grouping: Annotated[str, typer.Option(help="execution, or dataflow: regions between GEMMs.")] = "execution",
     cpu: Annotated[
-        str, typer.Option(help="Plan for this processor: avx2 or avx512+bf16. Default: the one at hand.")
+        str, typer.Option(help="Plan for this processor: avx2 or avx512+bf16. Default: this machine's.")
     ] = "",
 ) -> None:
     """Plan a model under fake tensors (no weights, no run) and dump every pass, the plan and a report."""

@@ -39,7 +39,7 @@ class Processor:
     def parse(cls, text: object) -> Self:
         """Return the processor of a text such as ``"avx2"`` or ``"avx512+bf16:8"``. Raises `ConfigError`."""
         if not isinstance(text, str):
-            raise ConfigError(f"cpu is {text!r}; give it a string such as {EXAMPLES}, or None for the CPU at hand")
+            raise ConfigError(f"cpu is {text!r}; give it a string such as {EXAMPLES}, or None for this machine's CPU")
         text, colon, threads = text.partition(":")
         if colon and not (threads.isascii() and threads.isdigit() and 0 < int(threads[:5]) <= MOST_THREADS):
             raise ConfigError(

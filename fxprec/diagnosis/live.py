@@ -40,13 +40,13 @@ class Live:
             return None
         is_step = callable(args) and not isinstance(args, Tensor)
         if is_step and loss is not None:
-            raise ConfigError("loss has no effect beside a function that runs the step and its own loss; leave it out")
+            raise ConfigError("loss has no effect with a function that runs the step and its own loss; leave it out")
         if is_step:
             name = type(getattr(given, "_orig_mod", given)).__name__
             return cls(backend, "running backend" if isinstance(given, Backend) else name, args)  # type: ignore[arg-type]
         if isinstance(given, Backend):
             raise ConfigError(
-                f"args is {type(args).__name__}; beside a Backend give a function that runs one or a few training steps"
+                f"args is {type(args).__name__}; with a Backend give a function that runs one or a few training steps"
             )
         if not backend.training_graphs():
             return None
@@ -67,7 +67,7 @@ class Live:
         foreign = [name for name in options or () if name not in OWN]
         if foreign:
             raise ConfigError(
-                f"{foreign[0]!r} is no option of a running backend's diagnosis, whose own are in force; give it "
+                f"{foreign[0]!r} is not an option for a running backend, whose own options stay in force; give it "
                 f"{', '.join(OWN)}, or examine the module itself"
             )
         return {**self.options, **(options or {})}

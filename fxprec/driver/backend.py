@@ -331,7 +331,7 @@ class Backend(Watched):
     def summary(self) -> str:
         """Return one line: the bytes that a step saves for backward, its peak, and the number of bits."""
         if not self._is_planned:
-            return f"fxprec {self._settings.recipe.name}: nothing is rounded, and Inductor compiles as by itself"
+            return f"fxprec {self._settings.recipe.name}: nothing is rounded, and Inductor compiles as without fxprec"
         return shown.line(self.latest_plans, others=len(self.plans) - len(self.latest_plans))
 
     def __repr__(self) -> str:

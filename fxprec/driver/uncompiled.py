@@ -134,7 +134,7 @@ _LIMIT = (
     "torch._dynamo.config.{}, and Dynamo compiles this code no further for it; see "
     'TORCH_LOGS="recompiles" for what changes from call to call, make it a tensor, or raise the limit'
 )
-_ALLOW = "Set torch._dynamo.config.allow_rnn=True to have it compiled"
+_ALLOW = "Set torch._dynamo.config.allow_rnn=True to compile it"
 _BREAK = (
     "Dynamo compiles the code of torch's modules only as part of a caller; "
     'TORCH_LOGS="graph_breaks" shows where it stopped'

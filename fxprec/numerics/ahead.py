@@ -34,7 +34,7 @@ class Resources:
         """Return which resource is exceeded, as a phrase for messages, or None."""
         if self.spilled:
             return f"spills {self.spilled} bytes"
-        return f"wants {self.shared} bytes of shared memory" if self.shared > SHARED_LIMIT[self.arch] else None
+        return f"needs {self.shared} bytes of shared memory" if self.shared > SHARED_LIMIT[self.arch] else None
 
     @property
     def fits(self) -> bool:

@@ -73,7 +73,7 @@ class BlockFormat:
         if self.scale not in _SCALE_DTYPES:
             raise FormatError(f"scale={self.scale!r} is unknown; use one of {list(_SCALE_DTYPES)}")
         if self.tensor_scale and self.scale != "e4m3fn":
-            raise FormatError(f"a tensor scale beside {self.scale} scales would change nothing; use it with e4m3fn")
+            raise FormatError(f"a tensor scale with {self.scale} scales would change nothing; use it with e4m3fn")
         if isinstance(self.element, Integer):
             if self.scale != "bf16":
                 raise FormatError(f"integers have a bf16 scale and offset, not {self.scale}; use scale='bf16'")

@@ -71,7 +71,7 @@ def refuse_another_site(row: int, site: Site, given: Sequence[Site]) -> None:
 
 def another_model(difference: str) -> PlanError:
     """Return the error for a given plan that belongs to another model."""
-    return PlanError(f"the given plan belongs to another model: {difference}; drop plan= to solve anew")
+    return PlanError(f"the given plan belongs to another model: {difference}; drop plan= to plan again")
 
 
 def partners(here: Tables, other: Tables) -> Mapping[int, int]:

@@ -23,8 +23,8 @@ def text(found: Comparison) -> str:
     lines += map(one_line, found.differences)
     parted = found.partings
     if not parted:
-        return "\n".join([*lines, "they do not part" + (": every hash is equal" if found.bitwise else "")])
-    lines.append(f"they part first at step {parted[0].parting.step}, {first_of(parted[0])}")
+        return "\n".join([*lines, "they do not differ" + (": every hash is equal" if found.bitwise else "")])
+    lines.append(f"they first differ at step {parted[0].parting.step}, {first_of(parted[0])}")
     others = [pair for half in HALVES if (pair := found.first_in(half)) is not None and pair is not parted[0]]
     lines += [f"  then at step {pair.parting.step}, {first_of(pair)}" for pair in sorted(others, key=lambda p: p.order)]
     lines.append(
@@ -40,7 +40,7 @@ def text(found: Comparison) -> str:
 def where(half: Half) -> str:
     """Return a half as a phrase."""
     return {
-        "update": "in the weights that the update before it made",
+        "update": "in the weights after the previous update",
         "forward": "in forward",
         "backward": "in backward",
     }[half]

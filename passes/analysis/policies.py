@@ -169,5 +169,5 @@ def _group_ids(function: PolicyFunction, problem: Problem) -> list[int]:
     chosen = list(returned)
     for group in chosen:
         if isinstance(group, bool) or not isinstance(group, Integral) or int(group) not in problem.groups:
-            raise ConfigError(f"policy {name} returned {group!r}, which is no group; let it return {wanted}")
+            raise ConfigError(f"policy {name} returned {group!r}, which is not a group; let it return {wanted}")
     return list(dict.fromkeys(int(group) for group in chosen))

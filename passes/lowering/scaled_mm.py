@@ -134,11 +134,11 @@ class _Product:
     def of(cls, node: Node) -> _Product | str:
         """Return the product for a GEMM, or the reason why there is none."""
         if node.target is GroupedMm.target:
-            return "grouped products of codes are not made yet"
+            return "grouped products of codes are not implemented"
         if node.target in BATCHED:
-            return "torch multiplies matrices in blocks, and no batches of them"
+            return "torch multiplies single matrices in blocks, not batches of them"
         if node.target not in MATMULS or set(node.kwargs) & {"alpha", "beta"}:
-            return f"{node.target} is no plain product of two matrices"
+            return f"{node.target} is not a plain product of two matrices"
         found = [_Operand.of(factor) for factor in factors_of(node)]
         operands = [operand for operand in found if operand is not None]
         if len(operands) < 2:
@@ -167,7 +167,7 @@ def _bias(node: Node) -> Node | None:
 
 def _refusal(first: _Operand, second: _Operand, node: Node) -> str | None:
     if first.format != second.format:
-        return f"its operands are in {first.format.name} and {second.format.name}, and torch multiplies one format"
+        return f"its operands are in {first.format.name} and {second.format.name}, and torch needs one format for both"
     if scaling_of(first.format) is None:
         return f"torch multiplies mxfp8_e4m3 and nvfp4 in blocks, and not {first.format.name}"
     wrong = [
@@ -182,7 +182,7 @@ def _refusal(first: _Operand, second: _Operand, node: Node) -> str | None:
         return f"tensor cores read {UNIT} bytes at once: {summed} summed elements and {columns} columns do not fit"
     bias = _bias(node)
     if bias is not None and tensor_of(bias).ndim != 1:
-        return "what is added is no vector"
+        return "the added tensor is not a vector"
     return None
 
 

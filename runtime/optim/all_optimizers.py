@@ -25,8 +25,8 @@ class AllOptimizers:
             found = reference()
             if found is None:
                 raise GradientError(
-                    "option optimizer: the optimizer that the model was compiled with is gone, and backward steps its "
-                    "parameters; keep it, or compile the model anew with another"
+                    "option optimizer: the optimizer that the model was compiled with was deleted, and backward steps "
+                    "its parameters; keep a reference to it, or compile the model again with another"
                 )
             yield found
 

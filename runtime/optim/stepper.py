@@ -25,7 +25,7 @@ from fxprec.runtime.optim.options import OWN, check_group, check_one_norm, name_
 from fxprec.runtime.optim.rule import AUTO, LAST, Algorithm, Rule, States
 from fxprec.runtime.optim.sums import SummedGradient, stored
 
-NOT_HELD = "the optimizer no longer holds a parameter that backward steps; compile the model anew"
+NOT_HELD = "the optimizer no longer holds a parameter that backward steps; compile the model again"
 
 
 @dataclass(frozen=True)

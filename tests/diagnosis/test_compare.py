@@ -1,4 +1,4 @@
-"""Two runs side by side: the step and the tensor in which they part first, or why they cannot be compared."""
+"""Two runs side by side: the step and the tensor in which they first differ, or why they cannot be compared."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def test_the_step_and_the_first_tensor_that_differ(runs, capsys):
     assert compared(runs / "fp8", runs / "changed") == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "5 tensors in both, 5 steps"
-    assert lines[1] == "they part first at step 4, in forward: addmm_1 (2)"
+    assert lines[1] == "they first differ at step 4, in forward: addmm_1 (2)"
     assert lines[3].split()[:6] == ["4", "addmm_1", "output", "2", "e4m3fn", "amax"]
     assert [line.split()[1] for line in lines[3:]] == ["addmm_1", "mul_5"]
 
@@ -55,7 +55,7 @@ def test_the_step_and_the_first_tensor_that_differ(runs, capsys):
 def test_another_recipe_on_the_same_batches_parts_only_where_every_bit_counts(runs, capsys):
     assert compared(runs / "fp8", runs / "fp8", "--tolerance", "0") == 0
     assert compared(runs / "fp8", runs / "bf16") == 0
-    assert capsys.readouterr().out.endswith("they do not part\n")
+    assert capsys.readouterr().out.endswith("they do not differ\n")
 
 
 def test_what_differs_between_models_is_said(runs, tmp_path, capsys):
@@ -81,10 +81,10 @@ def dumped(tmp_path_factory):
 
 def test_bit_for_bit_the_update_is_named_where_forward_only_follows(dumped, capsys):
     assert compared(dumped / "one", dumped / "again", "--bitwise") == 0
-    assert capsys.readouterr().out.endswith("they do not part: every hash is equal\n")
+    assert capsys.readouterr().out.endswith("they do not differ: every hash is equal\n")
     assert compared(dumped / "one", dumped / "nudged", "--bitwise") == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith("they part first at step 4, in the weights that the update before it made: 2.weight (2")
+    assert lines[1].startswith("they first differ at step 4, in the weights after the previous update: 2.weight (2")
     assert lines[2].startswith("  then at step 4, in forward: addmm_1 (2")
     assert lines[3].startswith("  then at step 4, in backward: ")
     assert compared(dumped / "one", dumped / "nudged") == 0  # by a tolerance of 0.1 nothing happened

@@ -132,12 +132,12 @@ def test_bad_input_is_one_line_that_teaches():
         (
             (backend, torch.ones(3)),
             {},
-            "args is Tensor; beside a Backend give a function that runs one or a few training",
+            "args is Tensor; with a Backend give a function that runs one or a few training",
         ),
         (
             (backend, step),
             {"recipe": "bf16"},
-            "'recipe' is no option of a running backend's diagnosis, whose own are in",
+            "'recipe' is not an option for a running backend, whose own options stay in",
         ),
         ((backend, step), 3, "options is 3; give it a dict of formats, tolerance, reruns"),
         (
@@ -148,7 +148,7 @@ def test_bad_input_is_one_line_that_teaches():
     ):
         with pytest.raises(fxprec.ConfigError, match=re.escape(words)):
             fxprec.doctor(*arguments, options=options)
-    with pytest.raises(fxprec.ConfigError, match="loss has no effect beside a function that runs the step"):
+    with pytest.raises(fxprec.ConfigError, match="loss has no effect with a function that runs the step"):
         fxprec.doctor(backend, step, loss=training.loss)
     with pytest.raises(ZeroDivisionError):
         fxprec.doctor(backend, lambda: 1 / 0)

@@ -97,7 +97,7 @@ def best_of_three(browser, path, text: str) -> float:
 
 def test_two_runs_of_5000_tensors(browser, tmp_path):
     assert best_of_three(browser, tmp_path / "compare.html", compare_page(comparison(SITES))) < USABLE
-    assert "They part first at step 3, in forward: t0<img" in browser.shown("#said")
+    assert "They first differ at step 3, in forward: t0<img" in browser.shown("#said")
     assert browser(ROWS.format("tensor-table")) == 200
     browser.find("body").send_keys("/")
     browser.keys("grad_output layers.7 ")
@@ -106,7 +106,7 @@ def test_two_runs_of_5000_tensors(browser, tmp_path):
     browser.keys(Keys.ESCAPE)
     browser("document.querySelector('#tensor-table tbody tr:nth-child(2) button').focus()")
     browser.keys(Keys.ENTER)
-    assert "apart at step 3 by amax, 1 and 2" in browser.shown("#shown")
+    assert "differs from step 3 on by amax, 1 and 2" in browser.shown("#shown")
     assert browser("return document.querySelectorAll('#shown figure').length") == 2
     assert browser("return document.images.length") == 0
     assert browser(BACKGROUND) != browser.in_the_dark(BACKGROUND) == "rgb(20, 23, 27)"
@@ -118,7 +118,7 @@ def test_two_runs_of_5000_tensors(browser, tmp_path):
 def test_runs_that_do_not_part_say_so(browser, tmp_path):
     alike = comparison(2)
     loaded(browser, tmp_path / "compare.html", compare_page(Comparison(**vars(alike) | {"pairs": alike.pairs[1:]})))
-    assert browser.shown("#said") == "They do not part by more than 0.1."
+    assert browser.shown("#said") == "They do not differ by more than 0.1."
 
 
 def test_a_diagnosis_of_5000_tensors(browser, tmp_path):

@@ -88,7 +88,7 @@ def test_launches_tell_sizes_apart() -> None:
 def test_too_much_is_an_excess() -> None:
     assert Resources(90, 255, 16, 0).excess == "spills 16 bytes"
     assert Resources(90, 32, 0, 100 << 10).excess is None
-    assert Resources(89, 32, 0, 100 << 10).excess == "wants 102400 bytes of shared memory"
+    assert Resources(89, 32, 0, 100 << 10).excess == "needs 102400 bytes of shared memory"
 
 
 def test_a_kernel_that_does_not_compile_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,11 +141,11 @@ class TestPolicyFunction:
             (None, "returned None; let it return a collection of group ids, 0 to 2"),
             (3, "returned 3; let it return a collection"),
             ("01", "returned '01'; let it return a collection"),
-            ([0, 3], "returned 3, which is no group; let it return a collection of group ids, 0 to 2"),
-            ([-1], "returned -1, which is no group"),
-            ([True], "returned True, which is no group"),
-            ([1.0], "returned 1.0, which is no group"),
-            ([[0]], r"returned [0], which is no group"),
+            ([0, 3], "returned 3, which is not a group; let it return a collection of group ids, 0 to 2"),
+            ([-1], "returned -1, which is not a group"),
+            ([True], "returned True, which is not a group"),
+            ([1.0], "returned 1.0, which is not a group"),
+            ([[0]], r"returned [0], which is not a group"),
         ],
     )
     def test_what_is_no_set_of_groups_is_refused(self, returned, words):

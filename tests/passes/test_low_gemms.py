@@ -320,5 +320,5 @@ def test_what_cannot_be_had_is_said(graphs) -> None:
 def test_on_a_cpu_nobody_asks_and_nothing_changes(cpu: str | None) -> None:
     with recorded_works() as works:
         _, backend = step(network(), lowering="eager", gemms="auto", cpu=cpu)
-    assert {(g.pays, g.why) for g in backend.plans[0].gemms} == {(None, "not asked on cpu")}
+    assert {(g.pays, g.why) for g in backend.plans[0].gemms} == {(None, "not estimated on cpu")}
     assert not [n for n in works[0].joint.graph.nodes if n.target is symbolic.GEMM]

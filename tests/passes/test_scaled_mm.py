@@ -204,7 +204,7 @@ class Batched(nn.Module):
 
 REFUSED = [
     (nn.Linear(128, 40), "mxfp8", torch.randn(96, 128), "40 columns do not fit"),
-    (Batched(), "mxfp8", torch.randn(3, 32, 64), "no batches of them"),
+    (Batched(), "mxfp8", torch.randn(3, 32, 64), "not batches of them"),
     (nn.Linear(128, 64), operands(forward="mxfp8_e5m2"), torch.randn(96, 128), "and not mxfp8_e5m2"),
 ]
 

@@ -32,13 +32,13 @@ def answers(model: nn.Module, x: torch.Tensor, **options: object) -> tuple[Answe
 
 
 def test_a_cpu_is_not_asked() -> None:
-    assert answers(linears(), torch.randn(16, 32), gemms="low") == (Answer(None, "not asked on cpu"),) * 2
+    assert answers(linears(), torch.randn(16, 32), gemms="low") == (Answer(None, "not estimated on cpu"),) * 2
 
 
 @pytest.mark.usefixtures("on_an_h100")
 def test_nor_is_a_simulation() -> None:
     found = answers(linears(), torch.randn(16, 32), storage="simulate")
-    assert found == (Answer(None, "not asked in simulation"),) * 2
+    assert found == (Answer(None, "not estimated in simulation"),) * 2
 
 
 @pytest.mark.usefixtures("on_an_h100")

@@ -9,15 +9,15 @@ const COLOURS = { update: "b16", forward: "b8", backward: "b32" };
 function verdict() {
   const parted = tensors.filter(t => t.parting);
   $("head").textContent = `${raw.first} (first) and ${raw.second} (second): ${count(tensors.length)} tensors in both, ${count(raw.steps.length)} steps${raw.bitwise ? ", by hashes of their values" : ""}`;
-  if (!parted.length) { $("said").textContent = raw.bitwise ? "They do not part: every hash is equal." : `They do not part by more than ${raw.tolerance}.`; $("said").classList.add("none"); }
+  if (!parted.length) { $("said").textContent = raw.bitwise ? "They do not differ: every hash is equal." : `They do not differ by more than ${raw.tolerance}.`; $("said").classList.add("none"); }
   else {
     const first = raw.halves.filter(h => h.first).sort((a, b) => a.first.index - b.first.index);
-    fill($("said"), {}, [`They part first at step ${parted[0].step}, ${raw.halves.find(h => h.half === parted[0].half).first.said}. ${count(parted.length)} of ${count(tensors.length)} tensors part.`]);
+    fill($("said"), {}, [`They first differ at step ${parted[0].step}, ${raw.halves.find(h => h.half === parted[0].half).first.said}. ${count(parted.length)} of ${count(tensors.length)} tensors differ.`]);
     const list = el("ul", {}, ...first.map(h => el("li", {}, `${h.half}: ${count(h.parted.length)} of ${count(h.tensors)} tensors, first at step ${h.parted[0]}: `,
       el("button", { class: "link", onclick: () => show(tensors[h.first.index], true) }, h.first.said))));
     $("said").after(list);
     const last = raw.steps.at(-1), line = h => [[raw.steps[0], 0], ...h.parted.flatMap((s, i) => [[s, i], [s, i + 1]]), [last, h.parted.length]].map(([s, n]) => [s, n / Math.max(h.tensors, 1)]);
-    $("halves").append(chart(first.map(h => ({ points: line(h), cls: COLOURS[h.half], name: h.half })), { caption: "share of tensors that have parted, by step", y: percent }));
+    $("halves").append(chart(first.map(h => ({ points: line(h), cls: COLOURS[h.half], name: h.half })), { caption: "share of tensors that differ, by step", y: percent }));
   }
   for (const text of raw.differences) $("differences").append(el("li", {}, text));
   raw.only.forEach((names, i) => { if (names.length) $("differences").append(el("li", {}, `only in the ${i ? "second" : "first"}: ${names.join(", ")}`)); });
@@ -26,7 +26,7 @@ function verdict() {
 
 function show(t, scroll) {
   const formats = t.formats[0] === t.formats[1] ? t.formats[0] : t.formats.join(" and "), p = t.parting, series = v => zip(t.steps, v);
-  const parts = [el("h3", {}, `${t.tensor} (${t.kind})`), el("p", {}, [place(t), t.half, formats].filter(Boolean).join("; "), p ? `: apart at step ${p.step} by ${p.what}, ${written(p.ours)} and ${written(p.theirs)}` + (p.what === "hash" ? "" : ` (difference ${written(p.difference)})`) : ": does not part")];
+  const parts = [el("h3", {}, `${t.tensor} (${t.kind})`), el("p", {}, [place(t), t.half, formats].filter(Boolean).join("; "), p ? `: differs from step ${p.step} on by ${p.what}, ${written(p.ours)} and ${written(p.theirs)}` + (p.what === "hash" ? "" : ` (difference ${written(p.difference)})`) : ": does not differ")];
   const charts = el("div", { class: "charts" });
   charts.append(chart([{ points: series(t.amax[0].map(v => exponent(+v))), cls: "b8", name: raw.first }, { points: series(t.amax[1].map(v => exponent(+v))), cls: "b32", name: raw.second }], { caption: "largest magnitude, exponent of 2", zero: false, now: p?.step ?? null }));
   if (!raw.bitwise) charts.append(chart([{ points: series(t.apart.map(d => d > 0 && Number.isFinite(d) ? Math.log10(d) : null)), cls: "b32" }], { caption: "relative difference, exponent of 10 (no line: equal)", zero: false, now: p?.step ?? null }));
@@ -49,7 +49,7 @@ function listing() {
     { name: "difference", value: t => t.difference, show: t => t.parting && !raw.bitwise ? written(t.difference) : "", number: true },
     { name: "by step", value: t => most(t.apart.map(d => finite(d) ?? 0), 0), show: t => spark(t.apart.map(finite), COLOURS[t.half]) },
   ], tensors, { mark: t => t.parting !== null });
-  $("rule").textContent = raw.bitwise ? "Part: another hash of the values." : `Part: values or largest magnitudes differ by more than ${raw.tolerance} of the first run's, or shares that over- or underflow by more than 0.01. What comes later may differ only because of what came before it.`;
+  $("rule").textContent = raw.bitwise ? "Different: another hash of the values." : `Different: values or largest magnitudes differ by more than ${raw.tolerance} of the first run's, or shares that over- or underflow by more than 0.01. What comes later may differ only because of what came before it.`;
   const box = $("search");
   box.addEventListener("input", () => {
     const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);

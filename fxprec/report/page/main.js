@@ -59,7 +59,7 @@ function demotion() {
   if (measured) columns.push({ name: "loss added", value: p => p.damage, show: p => +p.damage.toPrecision(3), number: true });
   table($("ratios"), columns, rows, { mark: row => row.now });
   $("error-note").textContent = "Rounding error: root mean square over all stored elements, from the formats' mantissas alone (log-uniform values, no over- or underflow). "
-    + (["size", "size-ascending", "random"].includes(raw.policy) ? "" : `Policy ${raw.policy} chooses anew for each ratio; the curve follows this plan's order of groups. `)
+    + (["size", "size-ascending", "random"].includes(raw.policy) ? "" : `Policy ${raw.policy} chooses again for each ratio; the curve follows this plan's order of groups. `)
     + "The dashed line is this plan.";
   const order = groups.toSorted((a, b) => a.order - b.order);
   $("order").append(el("h3", {}, "Order of demotion"), el("div", { class: "chips" }, ...order.map((g, i) =>

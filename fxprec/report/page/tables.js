@@ -61,6 +61,6 @@ function gemmTable() {
     { name: "as planned", value: g => g.planned, show: g => bytes(g.planned), number: true },
     { name: "FLOP per byte", value: g => g.flops / g.planned, show: g => g.planned && g.flops !== null ? Math.round(g.flops / g.planned) : "?", number: true },
   ];
-  if (asked) columns.push({ name: "pays", value: g => String(g.pays), show: g => g.pays === null ? "not asked" : g.pays ? "yes" : "no" }, { name: "why", value: g => g.why, wide: true });
+  if (asked) columns.push({ name: "pays", value: g => String(g.pays), show: g => g.pays === null ? "not estimated" : g.pays ? "yes" : "no" }, { name: "why", value: g => g.why, wide: true });
   table($("gemm-table"), columns, gemms);
 }
