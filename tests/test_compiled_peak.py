@@ -154,7 +154,7 @@ def test_what_libraries_take_for_themselves_is_known(call: Any, threads: int, re
             "def call(args):\n    x, y = args\n    z = unheard_of(x)\n    return (z,)\n",
             "unheard_of.x.: name 'unheard_of'",
         ),
-        ("void call(int* args) {}", "no Python"),
+        ("void call(int* args) {}", "not Python"),
         ("", "no function 'call'"),
     ],
 )

@@ -73,7 +73,7 @@ def test_only_what_bears_noise_has_few_bits():
         "relu": "4 x 8 x 8 x 32",  # its sign has a bit of its own
     }
     assert {s.format for s in sites.values() if s.saved_as} == {"e4m3fn"}
-    assert "made again in backward" in sites["mul_4"].why  # GELU's result, of its input
+    assert "recomputed in backward" in sites["mul_4"].why  # GELU's result, of its input
     whys = {s.why for s in sites.values() if s.reads == "backward" and not s.saved_as}
     assert any("the backward of aten.gelu reads it too" in why for why in whys), whys
 

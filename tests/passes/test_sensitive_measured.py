@@ -103,4 +103,4 @@ def test_what_no_row_by_hand_says_does_no_more_harm_than_in_bf16(name: str, reci
     if name in SPOILED:
         (plain,) = torch.autograd.grad(step(x), x, g)
         assert torch.allclose(found, plain, rtol=1e-5)
-        assert any("puts its gradient off" in site.why for site in backend.plans[0].sites)
+        assert any("changes its gradient" in site.why for site in backend.plans[0].sites)
