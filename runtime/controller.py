@@ -9,7 +9,7 @@ import ctypes
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -67,6 +67,7 @@ class Controller:
     def __post_init__(self) -> None:
         self._table = ScaleTable(self.device)
         self._by_row = Latest(_sites_by_row)
+        self._without_scales: dict[int, tuple[torch.Tensor, TableState]] = {}  # tables by address, until scales exist
 
     @property
     def table(self) -> torch.Tensor:
@@ -75,7 +76,11 @@ class Controller:
         formats = Formats(self.plan.sites, self.scales, self.capacity, tuple(self._held.items()))
         exps, measures = ((), False) if keeper is None else (tuple(keeper.exps), keeper.measures)
         copies = () if self.copies is None else self.copies.exps
-        return self._table.of(TableState(formats, exps, copies, measures))
+        state = TableState(formats, exps, copies, measures)
+        table = self._table.of(state)
+        if keeper is not None and keeper.is_new:
+            self._without_scales[table.data_ptr()] = table, state
+        return table
 
     @property
     def events(self) -> list[Event]:
@@ -108,22 +113,20 @@ class Controller:
         if self.keeper is not None:
             self.keeper.update(self.step, self._tell_scale)
 
-    @property
-    def has_no_scales(self) -> bool:
-        """Return whether gradients need scales and none was chosen or measured yet; `begin` then chooses them."""
-        return self.keeper is not None and self.keeper.is_new
-
     def begin(self, gradients: Sequence[torch.Tensor], table: torch.Tensor) -> torch.Tensor:
-        """Choose the first scales from the gradients that enter the graph; return the table for this backward pass.
+        """Return the table of a backward pass: ``table``, its forward's, with gradients' scales if that had none yet.
 
-        ``table`` is the forward's table. It is returned where no gradient has a scale, and where a later forward has
-        changed the current table.
+        The first backward pass chooses the scales from ``gradients``, those that enter the graph. Stored copies keep
+        the scales of ``table``, since statistics acted on in between may have changed the current table.
         """
-        if self.keeper is None or table.data_ptr() != self.table.data_ptr():
+        keeper, known = self.keeper, self._without_scales.get(table.data_ptr())
+        if keeper is None or known is None:
             return table
-        if (largest := largest_magnitude(gradients)) is not None:
-            self.keeper.begin(largest, self.step, self._tell_scale)
-        return self.table
+        if keeper.is_new and (largest := largest_magnitude(gradients)) is not None:
+            keeper.begin(largest, self.step, self._tell_scale)
+        if keeper.is_new:
+            return table
+        return self._table.made(replace(known[1], exps=tuple(keeper.exps), measures=keeper.measures))
 
     def catch_up(self, *, wait: bool = True) -> None:
         """Act now on the statistics that the next step will act on, which changes no number.

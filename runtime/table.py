@@ -49,13 +49,14 @@ class ScaleTable:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._formats = Latest(_without_scales)
-        self._table = Latest(self._made)
+        self._table = Latest(self.made)
 
     def of(self, state: TableState) -> torch.Tensor:
         """Return the (rows, TABLE_COLUMNS) int32 table."""
         return self._table(state)
 
-    def _made(self, state: TableState) -> torch.Tensor:
+    def made(self, state: TableState) -> torch.Tensor:
+        """Make the table of a state, on the device."""
         formats = self._formats(state.formats)
         scales = state.formats.scales
         table = formats

@@ -52,7 +52,7 @@ def _begun(run: Run, incoming: Incoming | None, controller: Callable[[], Control
 
     def call(args: list[Any]) -> Any:
         found, table = controller(), args[incoming.table]
-        if found is not None and found.has_no_scales and not isinstance(table, compat.FakeTensor):
+        if found is not None and not isinstance(table, compat.FakeTensor):
             args[incoming.table] = found.begin([args[i] for i in incoming.gradients], table)
         return run(args)
 
