@@ -55,10 +55,10 @@ def _move(graph: Graph, q: Node, cast: Quantize) -> bool:
         stored = graph.create_node("call_function", operator_of(q), replace(cast, x=centred).args)
     stored.meta = {**q.meta, "val": torch.empty_like(val, dtype=tensor_of(q).dtype)}
     with graph.inserting_after(stored):
-        loaded = graph.create_node("call_function", operator_of(read), replace(call, q=stored).args)
-    loaded.meta = {**read.meta, "val": val}
+        read_back = graph.create_node("call_function", operator_of(read), replace(call, q=stored).args)
+    read_back.meta = {**read.meta, "val": val}
     for _, reader in found:
-        reader.replace_all_uses_with(loaded)
+        reader.replace_all_uses_with(read_back)
         graph.erase_node(reader)
     _erase(graph, q)
     return True

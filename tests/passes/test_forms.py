@@ -50,7 +50,7 @@ def node() -> Node:
 
 
 def needs(**fields: Any) -> Needs:
-    return Needs(cast("Any", SimpleNamespace(shown=lambda n: n, decoded=())), **fields)
+    return Needs(cast("Any", SimpleNamespace(undecoded=lambda n: n, decoded=())), **fields)
 
 
 def test_a_given_plan_asks_the_forms_for_a_way_of_any_name(node: Node) -> None:
