@@ -24,7 +24,7 @@ from fxprec.runtime.controller_state import saved_plan
 from fxprec.runtime.events import Event, RunEvents
 from fxprec.runtime.nonfinite import Departure, Nonfinite
 from fxprec.runtime.scaling.copies import CopyScales
-from fxprec.runtime.scaling.keeper import Keeper, largest_magnitude
+from fxprec.runtime.scaling.keeper import Keeper, casts_alike, largest_magnitude
 from fxprec.runtime.stats import SiteStats, StatsQueue, steps_late
 from fxprec.runtime.table import Formats, Latest, ScaleTable, TableState
 
@@ -62,6 +62,7 @@ class Controller:
     _held: Mapping[int, str] = field(default_factory=dict)  # formats in force instead of the plan's, by site
     departures: list[Departure] = field(default_factory=list)
     """The tensor that left its range first, one entry each time that an inf or a NaN appears."""
+    _error: NonfiniteError | None = None  # raised by the next `settle`
     _told_of: int | None = None  # first site that stored an inf or a NaN as a number in the latest statistics
 
     def __post_init__(self) -> None:
@@ -110,6 +111,9 @@ class Controller:
         self.queue.close(self.step)
         waits = self.keeper is not None and self.step > 0 and self.keeper.waits
         self._act(keep=0 if waits else self._kept, wait=True)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         if self.keeper is not None:
             self.keeper.update(self.step, self._tell_scale)
 
@@ -182,7 +186,7 @@ class Controller:
             self._tell_scale("scale", stats.site, f"scale 2**{moved[0]} -> 2**{moved[1]}")
 
     def _tell_who_was_first(self, nonfinite: Nonfinite, arrived: Sequence[SiteStats], step: int) -> None:
-        """Record which tensor left its range first; warn, or raise `NonfiniteError`, as ``nonfinite.action`` says."""
+        """Record which tensor left its range first; warn, or let `settle` raise, as ``nonfinite.action`` says."""
         departure = nonfinite.watch.note(step, arrived, self._sites())
         if departure is None:
             return
@@ -190,7 +194,7 @@ class Controller:
         self._tell("left-range", departure.site, departure.detail)
         message = f"{describe(departure.site)} {departure.detail}"
         if nonfinite.action == "raise":
-            raise NonfiniteError(f"{message}; check the batch, or set on_nonfinite='report' to go on")
+            self._error = NonfiniteError(f"{message}; check the batch, or set on_nonfinite='report' to go on")
         if nonfinite.action == "report":
             warnings.warn(message, FxprecWarning, stacklevel=2)
 
@@ -300,10 +304,10 @@ class Controller:
         ``capacity`` is the number of rows of its table; None: as before. Pending statistics are dropped if rows or
         casts differ, because their row numbers then mean other tensors.
         """
-        if not (self._rows_alike(plan) and _casts_alike(self.keeper, keeper)):
+        if not (self._rows_alike(plan) and casts_alike(self.keeper, keeper)):
             self.queue.forget()
         self.capacity = self.capacity if capacity is None else capacity
-        if self.keeper is not None and keeper is not None and _casts_alike(self.keeper, keeper):
+        if self.keeper is not None and keeper is not None and casts_alike(self.keeper, keeper):
             self.keeper.graph = keeper.graph  # stored operands may differ, and with them the slots
         else:
             self.keeper = keeper
@@ -381,12 +385,6 @@ def _sites_by_row(known: tuple[tuple[Site, ...], ScaleGraph | None]) -> Mapping[
     sites, graph = known
     further = {} if graph is None else {row: sites[i] for row, i in graph.site_of.items()}
     return {**dict(enumerate(sites)), **further}
-
-
-def _casts_alike(keeper: Keeper | None, other: Keeper | None) -> bool:
-    if keeper is None or other is None:
-        return keeper is other
-    return keeper.graph.casts_alike(other.graph)
 
 
 UNSCALED: Mapping[str, Any] = {

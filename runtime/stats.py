@@ -111,7 +111,7 @@ class StatsQueue:
         self._steps: deque[_Step] = deque()
         self._lock = threading.Lock()
         """Locked while the steps or their pushes change or are listed, never while waiting for a device."""
-        self._is_muted = False
+        self._muted = 0  # open contexts of `muted`
 
     def __len__(self) -> int:
         """Return the number of pending vectors."""
@@ -120,14 +120,14 @@ class StatsQueue:
     @property
     def is_muted(self) -> bool:
         """Return whether pushes are dropped (`muted`)."""
-        return self._is_muted
+        return self._muted > 0
 
     def push(self, sites: Sequence[int], stats: torch.Tensor, counted: Sequence[int] = ()) -> None:
         """Queue one graph's vector without waiting for the device.
 
         ``stats``: (10 * sites + 128 * counted,) float64, a row of counts per site, then the histograms of ``counted``.
         """
-        if self._is_muted:
+        if self.is_muted:
             return
         on_device.refuse_capture(stats.device, "a backward pass compiled with fxprec runs", NO_CAPTURE)
         push = _Push(sites, counted, *on_device.to_host(stats))
@@ -149,11 +149,13 @@ class StatsQueue:
     @contextmanager
     def muted(self) -> Iterator[None]:
         """Drop pushes within the context, whose code repeats a computation that was already counted."""
-        self._is_muted = True
+        with self._lock:
+            self._muted += 1
         try:
             yield
         finally:
-            self._is_muted = False
+            with self._lock:
+                self._muted -= 1
 
     def take(self, *, keep: int = 0, wait: bool = True) -> Iterator[tuple[int | None, list[SiteStats]]]:
         """Remove and yield (step, statistics) of all steps but the ``keep`` newest; an open step's number is None.

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxprec
+from fxprec import compat
 
 OPTIONS: dict[str, Any] = {"recipe": "hfp8", "low_ratio": 1.0, "lowering": "eager", "storage": "packed"}
 
@@ -113,3 +115,44 @@ def test_threads_share_a_compiled_model() -> None:
     promotions = [event.site for event in backend.events if event.kind == "promotion"]
     assert promotions
     assert len(promotions) == len(set(promotions)) == len(backend.plans[0].promoted)
+
+
+def test_code_is_released_once_a_newer_graph_has_taken_over() -> None:
+    backend = fxprec.Backend(fxprec.Config(**OPTIONS))
+    compiled, x = torch.compile(Net(), backend=backend), torch.randn(4, 8)
+    code = []
+    for _ in range(5):
+        compiled(x).sum().backward()
+        code.append(weakref.ref(backend._graphs[-1].compiled.run))
+        torch.compiler.reset()
+    gc.collect()
+    assert [ref() is not None for ref in code] == [False, False, False, False, True]
+    assert [controller.step for controller in backend.controllers] == [5], "each graph goes on where the last one was"
+
+
+def test_a_step_waits_for_no_compilation_of_another_model() -> None:
+    """Dynamo's compile lock is one for the process: serving threads stalled while anything compiled."""
+    compiled, x = by_instance(Net(), OPTIONS), torch.randn(4, 8)
+    for _ in range(2):
+        compiled(x).sum().backward()
+    with ThreadPoolExecutor(1) as other, compat.compile_lock:
+        other.submit(lambda: compiled(x).sum().backward()).result(timeout=60)
+
+
+def test_what_is_unnoticed_is_no_step_even_if_it_fails() -> None:
+    backend = fxprec.Backend(fxprec.Config(**OPTIONS))
+    compiled, x = torch.compile(Net(), backend=backend), torch.randn(4, 8)
+    for _ in range(2):
+        compiled(x).sum().backward()
+    controller = backend.controllers[0]
+
+    def fails() -> None:
+        with backend.unnoticed():
+            checkpoint(compiled, x, use_reentrant=False).sum().backward()
+            assert controller.queue.is_muted, "a recomputation mutes too, and ends that alone"
+            compiled(x).sum().backward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert (controller.step, controller.queue.is_muted) == (2, False)

@@ -99,6 +99,20 @@ def test_raise_ends_the_run_before_the_next_step_with_the_way_out():
         trained(math.nan, on_nonfinite="raise")
 
 
+def test_whoever_looks_first_the_next_step_raises():
+    """A logger that asks for statistics in a try block had taken the error, and training had gone on."""
+    backend = fxprec.Backend(fxprec.Config(recipe="fp8", lowering="eager", on_nonfinite="raise"))
+    compiled, x = torch.compile(nn.Linear(16, 8), backend=backend), torch.ones(4, 16)
+    for _ in range(2):
+        compiled(x).sum().backward()
+    compiled(x * math.inf).sum().backward()
+    with pytest.warns(fxprec.FxprecWarning, match="inf stored as 448"):
+        backend.stats()
+    backend.state_dict()
+    with pytest.raises(fxprec.NonfiniteError, match="holds inf at step 3, first in the order of execution"):
+        compiled(x)
+
+
 def test_ignored_or_with_nothing_to_tell_nothing_is_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error", fxprec.FxprecWarning)

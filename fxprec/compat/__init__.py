@@ -33,6 +33,7 @@ from fxprec.compat.autograd import without_torch_function as without_torch_funct
 from fxprec.compat.backends import cause_of_no_code as cause_of_no_code
 from fxprec.compat.backends import compile_lock as compile_lock
 from fxprec.compat.backends import forget_name as forget_name
+from fxprec.compat.backends import hear_resets as hear_resets
 from fxprec.compat.backends import is_looking_up_a_backend as is_looking_up_a_backend
 from fxprec.compat.backends import name_backend as name_backend
 from fxprec.compat.backends import one_at_a_time as one_at_a_time

@@ -31,6 +31,11 @@ def _callback(compiled: object) -> object | None:
     return None
 
 
+def hear_resets(backend: object) -> None:
+    """Let ``torch.compiler.reset()`` call ``backend.reset()``, once: a reset forgets all backends."""
+    torch._dynamo.eval_frame.cached_backends.setdefault(id(backend), backend)  # type: ignore[arg-type]
+
+
 def innermost_backend(target: object) -> object:
     """Return the backend inside of Dynamo's wrappers."""
     while (inner := getattr(target, "_torchdynamo_orig_backend", None)) is not None:

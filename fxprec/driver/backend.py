@@ -108,6 +108,7 @@ class Backend(Watched):
             raise compat.through_dynamo(LoweringError(cause)) from error
 
     def _compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        compat.hear_resets(self)
         tell_of_new_versions(self._log)
         tell_of_no_effect(self._settings, self._log, is_planned=self._is_planned)
         if not self._is_planned or not example_inputs:
@@ -286,9 +287,11 @@ class Backend(Watched):
             for controller, _ in steps:
                 controller.catch_up()
                 stack.enter_context(controller.queue.muted())
-            yield
-        for controller, step in steps:
-            controller.step = step
+            try:
+                yield
+            finally:
+                for controller, step in steps:
+                    controller.step = step
 
     def stop_promoting(self) -> None:
         """Promote no tensor from now on, so that measurements see one unchanged plan."""

@@ -161,7 +161,8 @@ class PlannedGraph:
         """Compile with the plan ``given``, or solve again if None. The running code is replaced only on success."""
         step = self.step
         self.compiler.tried.clear()  # drop the times of an attempt that failed
-        self._adopt(compile_graph(self.compiler, self.captured, given, step))
+        with compat.compile_lock:
+            self._adopt(compile_graph(self.compiler, self.captured, given, step))
         detail = f"compiled again in {self._seconds[-1]:.1f} s, {why}"
         self._log.note("relowering", self._log.name, detail, step=step)
 
@@ -187,6 +188,11 @@ class PlannedGraph:
             if is_first:
                 progress.announce(said)
 
+    def retire(self) -> None:
+        """Release the code, because a newer graph has taken over the state."""
+        self.is_replaced = True
+        self.compiled = replace(self.compiled, run=None)
+
     def __call__(self, *args: object) -> Any:
         """Run forward, or recompute it in a checkpoint's backward. Recompile first if the statistics require it."""
         refuse_capture(self.captured.device, "a model compiled with fxprec runs", NO_CAPTURE)
@@ -196,7 +202,7 @@ class PlannedGraph:
         if compat.in_backward():
             return self._recompute(args)
         self._steps.runs_forward = True
-        with compat.compile_lock:  # another thread must not promote in between
+        with self._model.lock:  # another thread must not promote in between; its compilations are not waited for
             self._begin_step()
             version = self._version
         self._in_flight.note(version)

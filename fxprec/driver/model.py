@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,8 @@ class Model:
         self.step_budget: int | None = None  # bytes, including weights and optimizer states
         self.shared_peak = SharedPeak(settings)
         self.all: list[PlannedGraph] = []
+        self.lock = threading.RLock()
+        """Locked while a step begins. A thread that holds torch's compile lock must not wait for it."""
         self.calls = 0  # of all graphs together
         self._given, self._dump = given, dump
         self._dropped: list[PlannedGraph] = []  # by torch.compiler.reset(), and not traced again yet
@@ -102,7 +105,7 @@ class Model:
                 old = None  # a graph of another model whose parameters have the same names
             graph = self._built(captured, parameters, None, args)
         if old is not None:
-            old.is_replaced = True
+            old.retire()
             self._dropped.remove(old)
         self.all.append(graph)
         return graph
@@ -132,12 +135,12 @@ class Model:
 
     def others_in_training(self, own: PlannedGraph) -> Iterator[PlannedGraph]:
         """Return the other training graphs, in compile order."""
-        return (graph for graph in self.all if graph is not own and graph.is_training)
+        return (graph for graph in self.live if graph is not own and graph.is_training)
 
     @property
     def steps_of_training(self) -> int:
         """The largest number of steps that any training graph has run."""
-        return max((graph.step for graph in self.all if graph.is_training), default=0)
+        return max((graph.step for graph in self.live if graph.is_training), default=0)
 
     def training_plans(self, own: PlannedGraph) -> tuple[Plan, ...]:
         """Return the training plans that a graph may follow, the latest last; plans of other equal layers are left out.

@@ -364,3 +364,10 @@ def largest_magnitude(gradients: Iterable[torch.Tensor]) -> float | None:
     norms = [torch.linalg.vector_norm(g, math.inf).float() for g in gradients if g.is_floating_point() and g.numel()]
     largest = float(torch.stack(norms).amax()) if norms else 0.0
     return largest if 0.0 < largest < math.inf else None
+
+
+def casts_alike(keeper: Keeper | None, other: Keeper | None) -> bool:
+    """Return whether two graphs cast the same gradients; None: a graph whose gradients have no scales."""
+    if keeper is None or other is None:
+        return keeper is other
+    return keeper.graph.casts_alike(other.graph)
