@@ -14,6 +14,8 @@ from fxprec.compat.ambient import FakeTensorMode as FakeTensorMode
 from fxprec.compat.ambient import current_fake_mode as current_fake_mode
 from fxprec.compat.ambient import fake_mode_of as fake_mode_of
 from fxprec.compat.ambient import real_tensors as real_tensors
+from fxprec.compat.ambient import size_guards as size_guards
+from fxprec.compat.ambient import symbol_of as symbol_of
 from fxprec.compat.ambient import tracing_with as tracing_with
 from fxprec.compat.ambient import unset_fake_temporarily as unset_fake_temporarily
 from fxprec.compat.autograd import backward_at_once as backward_at_once

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import sympy
 import torch
 import torch._guards
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -57,6 +58,18 @@ def fake_mode_of(value: object) -> FakeTensorMode | None:
 def real_tensors() -> contextlib.AbstractContextManager[object]:
     """Compute with real tensors inside the context, while a graph is traced with fake tensors."""
     return unset_fake_temporarily()
+
+
+def size_guards(fake_mode: FakeTensorMode | None) -> tuple[sympy.Basic, ...]:
+    """Return the conditions on dynamic sizes that were assumed under a fake mode so far, oldest first."""
+    shapes = None if fake_mode is None else fake_mode.shape_env
+    return () if shapes is None else tuple(guard.expr for guard in shapes.guards)
+
+
+def symbol_of(value: object) -> sympy.Symbol | None:
+    """Return the symbol that a graph's input stands for, as it was captured; None for other values."""
+    found = value.node._expr if isinstance(value, torch.SymInt) else None
+    return found if isinstance(found, sympy.Symbol) else None
 
 
 @contextlib.contextmanager

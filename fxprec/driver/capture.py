@@ -6,10 +6,11 @@ import re
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import Parameter
@@ -37,6 +38,7 @@ class Captured:
     identity: Identity
     is_cut: bool = False  # a graph break ends the graph: other graphs of the step follow
     model: str = ""  # class of the compiled module, or name of the compiled function
+    num_guards: list[int] = field(default_factory=list)  # on sizes, when Dynamo's call ended; empty until then
 
     @classmethod
     def take(cls, gm: GraphModule, examples: Sequence[Any]) -> Captured:
@@ -65,6 +67,11 @@ class Captured:
     def forget_examples(self) -> None:
         """Release the first batch and the model's tensors: later compilations use fake examples."""
         self.examples.clear()
+        self.num_guards.append(len(compat.size_guards(self.fake_mode)))
+
+    def guards_since_dynamo(self) -> tuple[sympy.Basic, ...]:
+        """Return the guards on sizes that compilations outside of Dynamo have added."""
+        return compat.size_guards(self.fake_mode)[self.num_guards[0] :] if self.num_guards else ()
 
     @property
     def fake_examples(self) -> list[Any]:

@@ -27,6 +27,7 @@ from fxprec.driver import progress
 from fxprec.driver.capture import Captured
 from fxprec.driver.compiled import Compiled, Retry, Stop
 from fxprec.driver.compiler import Attempt, Compiler
+from fxprec.driver.size_guards import SizeGuards
 from fxprec.driver.warm_start import KnownHalf, repeat_events, sources
 from fxprec.driver.wrappers import Run, entered, ranged
 from fxprec.passes.name_grouped import name_grouped
@@ -54,7 +55,7 @@ def compile_graph(compiler: Compiler, captured: Captured, given: Plan | None, st
             finally:
                 compiler.tried.append(time.perf_counter() - start)
             if isinstance(found, Compiled):
-                return found
+                return replace(found, assumes=SizeGuards.of(captured))
             captured = replace(captured, capacity=found.capacity)
 
 

@@ -22,6 +22,7 @@ from fxprec.runtime.scaling.keeper import Keeper
 from fxprec.runtime.stats import StatsQueue
 
 if TYPE_CHECKING:
+    from fxprec.driver.size_guards import SizeGuards
     from fxprec.passes.analysis.replay.other_sizes import OtherSizes
 
 
@@ -43,6 +44,8 @@ class Compiled:
     copied: tuple[int, ...] = ()
     """Positions of the inputs of which backward reads a stored copy."""
     is_calibration: bool = False
+    assumes: SizeGuards | None = None
+    """Conditions on sizes that Dynamo does not check."""
     peak_sizes: OtherSizes | None = None
     """The peaks of other input sizes, under a peak budget and dynamic shapes."""
     passes: tuple[PassReport, ...] = ()

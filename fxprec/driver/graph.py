@@ -229,6 +229,10 @@ class PlannedGraph:
 
     def _run(self, version: Version, args: Sequence[Any]) -> Any:
         compiled = self.compiled
+        if compiled.assumes is not None and (broken := compiled.assumes.broken_by(args)):
+            why = f"it was compiled again for sizes with {broken}; torch.compiler.reset() compiles it for others too"
+            self._log.tell(self._log.name, f"runs uncompiled: {why}")
+            return self.captured.gm(*args)
         if compiled.peak_sizes is not None and (excess := compiled.peak_sizes.excess(args)) is not None:
             self._log.tell("peak_budget", f"{excess}; give it smaller batches", step=self.step)
         results = version(*args)
