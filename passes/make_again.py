@@ -68,7 +68,7 @@ class _Copies:
                 continue
             site = self.work.book.sites[cast.row]
             bits = parse(site.format).bits
-            chain = self._chain(cast.x, decoded[0], bits) if site.reads == "backward" else None
+            chain = self._chain(cast.x, decoded[0], site) if site.reads == "backward" else None
             self.read[cast.x], self.bits[cast.x] = decoded[0], bits if chain is None else self._source_bits(chain)
             if chain is not None:
                 chains[q] = chain
@@ -89,11 +89,8 @@ class _Copies:
     def _source_bits(self, chain: list[Node]) -> int:
         return min(self.bits[n] for node in chain for n in node.all_input_nodes if n in self.bits and n not in chain)
 
-    def _chain(self, value_: Node, decoded: Node, bits: int) -> list[Node] | None:
-        """Return the nodes that compute a value from one stored value, in order; None if there is no such chain.
-
-        The stored copy must have at least ``bits``, the bits of the copy that the chain replaces.
-        """
+    def _chain(self, value_: Node, decoded: Node, site: Site) -> list[Node] | None:
+        """Return the nodes that compute a value from one stored value, in order; None if there is no such chain."""
         op = self.work.operators.of_node.get(value_)
         if op is None or op.is_gemm or regions.is_marked(value_):
             return None
@@ -101,7 +98,17 @@ class _Copies:
             return None
         chain = self._steps(value_, op)
         sources = {n for node in chain or () for n in node.all_input_nodes if n in self.read and n not in (chain or ())}
-        return chain if chain and len(sources) == 1 and self._source_bits(chain) >= bits else None
+        return chain if chain and len(sources) == 1 and self._is_precise(chain, site) else None
+
+    def _is_precise(self, chain: list[Node], site: Site) -> bool:
+        """Return whether a chain starts from a copy with at least the bits of the copy that it replaces.
+
+        The formats of a plan made under a peak budget are those that the chooser gave later. So such a plan decides.
+        """
+        if self.work.given is not None and self.work.fits_peak:
+            given = self.work.given.sites[site.id]
+            return not given.way and given.reads == "all"
+        return self._source_bits(chain) >= parse(site.format).bits
 
     def _bears_activation(self, reader: Node) -> bool:
         """Return whether a reader of an activation tolerates its recomputation, and gains from it.

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
+import torch.nn.functional as F
 from backend_helpers import Loud, eager_backend
-from torch import Tensor
+from torch import Tensor, nn
 
 import fxprec
 
@@ -209,3 +210,41 @@ def test_states_of_version_2_load() -> None:
     fresh.backend.load_state_dict({"version": 2, "graphs": graphs})
     fresh.run(BEFORE, BEFORE + 1)
     assert fresh.backend.plans[0].promoted == training.backend.plans[0].promoted
+
+
+class Block(nn.Module):
+    """A residual block whose norm is an affine function of what the block before stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.GroupNorm(4, 16), nn.Conv2d(16, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(F.silu(self.norm(x)))
+
+
+@pytest.mark.parametrize("keep_high", [("3",), ("1", "3"), ()])
+def test_a_plan_made_for_a_budget_is_followed_exactly(keep_high: tuple[str, ...]) -> None:
+    """Copies beside those of high groups got other formats from the chooser, and more was recomputed from them."""
+
+    def train(steps: int, state: dict[str, Any] | None = None) -> tuple[list[Tensor | None], dict[str, Any]]:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), Block(), Block(), Block(), nn.Conv2d(16, 1, 3, padding=1))
+        config = fxprec.Config(recipe="fp8", lowering="eager", peak_budget="95%", keep_high=keep_high)
+        backend = fxprec.Backend(config)
+        compiled = torch.compile(model, backend=backend)
+        if state is not None:
+            backend.load_state_dict(state)
+        x = torch.randn(8, 1, 16, 16, generator=torch.Generator().manual_seed(3))
+        for _ in range(steps):
+            model.zero_grad()
+            saved = backend.state_dict()
+            compiled(x).square().mean().backward()
+        return [p.grad for p in model.parameters()], saved
+
+    wanted, state = train(3)
+    found, _ = train(1, state)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine is not None
+        assert torch.equal(mine, theirs)
