@@ -73,6 +73,10 @@ def test_a_warning_names_the_users_line() -> None:
 def test_options_are_no_config() -> None:
     with pytest.raises(fxprec.ConfigError, match=r"give fxprec.Backend a fxprec.Config\(\.\.\.\) of these options"):
         fxprec.Backend({"recipe": "fp8"})  # type: ignore[arg-type]
+    with pytest.raises(
+        fxprec.ConfigError, match=r"^fxprec.Backend has no argument 'recipe'; options belong to the con"
+    ):
+        fxprec.Backend(recipe="fp8")
 
 
 def test_an_impossible_budget_names_the_least_possible() -> None:

@@ -56,6 +56,16 @@ def test_statistics_seen_before_are_not_written_again(tmp_path):
     assert [(r["step"], r["row"]) for r in rows] == [(0, 0), (0, 1), (1, 1)]
 
 
+def test_a_statistic_that_was_not_counted_is_null(tmp_path):
+    dump = DumpFolder(tmp_path).graph(0)
+    dump.start()
+    unknown = controller(1, rows=0)
+    unknown.latest[0] = SiteStats(0, 0.0, math.nan, 1.0)
+    dump.write_stats(unknown)
+    row = json.loads((tmp_path / "graph-0/stats.jsonl").read_text())
+    assert (row["overflow_ratio"], row["underflow_ratio"]) == (0.0, None)
+
+
 def test_each_rank_has_its_folder(tmp_path):
     with one_rank():
         compiled(nn.Linear(2, 2), eager_backend(dump=tmp_path, low_ratio=1.0))(torch.ones(1, 2))

@@ -250,3 +250,27 @@ def test_a_backward_that_is_part_of_the_graph_is_told(strict: bool) -> None:
     wanted = torch.func.grad(loss)(weights)
     for name in weights:
         assert (found[name] - wanted[name]).norm() < 2**-6 * wanted[name].norm()
+
+
+class Undecided(nn.Module):
+    """Leaves a loop by its data, which Dynamo cannot trace, and whose layers are torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.step(x)
+            if x.sum() > 1e9:
+                break
+        return x
+
+
+@pytest.mark.filterwarnings("ignore::fxprec.FxprecWarning")
+def test_the_summary_says_that_nothing_is_compiled_and_why() -> None:
+    backend = fxprec.Backend(fxprec.Config(recipe="fp8", lowering="eager"))
+    torch.compile(Undecided(), backend=backend)(torch.randn(4, 16)).sum().backward()
+    assert re.match(
+        r"fxprec fp8: nothing is compiled yet; forward \(.*test_uncompiled.py:\d+\): runs uncom", backend.summary()
+    )

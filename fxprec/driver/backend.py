@@ -54,7 +54,7 @@ class Backend(Watched):
     A ``recorder`` sees every half that runs. An ``optimizer`` of `fxprec.optim`, or a list of them, steps parameters
     during backward. A ``step_budget`` (bytes, or ``"8GiB"``) bounds weights, optimizer states and the step's peak
     together. A copy of the backend has neither optimizer nor step budget. Raises `ConfigError` for an optimizer of
-    another class, and for a step budget without an optimizer.
+    another class, for a step budget without an optimizer, and for options that belong into the config.
     """
 
     def __init__(
@@ -65,7 +65,13 @@ class Backend(Watched):
         recorder: Recorder | None = None,
         optimizer: object = None,
         step_budget: int | str | None = None,
+        **unknown: object,
     ) -> None:
+        if unknown:
+            raise ConfigError(
+                f"fxprec.Backend has no argument {next(iter(unknown))!r}; options belong to the config: "
+                'fxprec.Backend(fxprec.Config(recipe="fp8"))'
+            )
         if config is not None and not isinstance(config, Config):
             raise ConfigError(f"config is {config!r:.80}; give fxprec.Backend a fxprec.Config(...) of these options")
         WATCH.keep(self)  # here, because Dynamo may leave a frame uncompiled before it calls the backend
@@ -335,6 +341,9 @@ class Backend(Watched):
         """Return one line: the bytes that a step saves for backward, its peak, and the number of bits."""
         if not self._is_planned:
             return f"fxprec {self._settings.recipe.name}: nothing is rounded, and Inductor compiles as without fxprec"
+        if self.frames.left and not self.plans:
+            code, why = next(iter(self.frames.left.items()))
+            return f"fxprec {self._settings.recipe.name}: nothing is compiled yet; {code}: {why}"
         return shown.line(self.latest_plans, others=len(self.plans) - len(self.latest_plans))
 
     def __repr__(self) -> str:

@@ -27,9 +27,12 @@ class Frames:
     log: EventLog
     step: Callable[[], int]
     compilations: compat.Compilations = field(default_factory=compat.Compilations)
+    left: dict[str, str] = field(default_factory=dict)
+    """The code that does not run compiled, and why."""
 
     def tell(self, code: str, detail: str) -> None:
         """Warn that ``code`` does not run compiled. Raises `FallbackError` through Dynamo under ``strict``."""
+        self.left.setdefault(code, detail)
         try:
             self.log.tell(code, detail, step=self.step())
         except FxprecError as error:

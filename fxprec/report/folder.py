@@ -175,7 +175,8 @@ class GraphDump:
             row["format"] = site.format
             if (scale := controller.scale_of(i)) is not None:
                 row["scale_exponent"] = scale["scale_exponent"]  # its history is in stats()
-            row |= {f: _finite(getattr(stats, f)) for f in ("amax", "overflow_ratio", "underflow_ratio")}
+            row |= {"amax": _finite(stats.amax), "overflow_ratio": _finite(stats.overflow_ratio)}
+            row["underflow_ratio"] = None if math.isnan(stats.underflow_ratio) else stats.underflow_ratio
             text += json.dumps(row) + "\n"
         self._lines += len(fresh)
         with _writable(self.path), (self.path / STATS).open("a", encoding="utf-8") as file:

@@ -33,7 +33,8 @@ def rows_of(path: Path, sites: int) -> Iterator[dict[str, Any]]:
     def checked(row: dict[str, Any]) -> dict[str, Any]:
         if type(row["row"]) is not int or type(row["step"]) is not int or not 0 <= row["site"] < sites:
             raise ValueError(row)
-        row |= {name: float(row[name]) for name in ("amax", "overflow_ratio", "underflow_ratio")}
+        row |= {name: float(row[name]) for name in ("amax", "overflow_ratio")}
+        row["underflow_ratio"] = math.nan if row["underflow_ratio"] is None else float(row["underflow_ratio"])
         row["scale_exponent"] = None if row.get("scale_exponent") is None else int(row["scale_exponent"])
         return row
 
