@@ -20,7 +20,7 @@ from benchmarks.memory.measure import peak_bytes
 from benchmarks.memory.pairs import loops_left_out
 from fxprec.passes.crossings.shared_budget import SharedBudget
 from fxprec.plan import PeakPoint
-from fxprec.report.folder import DumpFolder
+from fxprec.report.dump_folder import DumpFolder
 from fxprec.report.target import plan_under_fakes
 
 

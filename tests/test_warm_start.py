@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import fxprec
 from fxprec.config import Settings
-from fxprec.driver import compilation, warm_start
+from fxprec.driver import compiler, warm_start
 from fxprec.driver.capture import Captured
 from fxprec.numerics import cpp, kept_text
 
@@ -162,8 +162,8 @@ def hits_and_misses() -> tuple[int, int]:
 def check_equal_layers() -> None:
     """Run in a process of its own: what tests before it leave in this one is no part of the statement."""
     keys: list[str] = []
-    asked, options = compilation.plan_key, {"recipe": "hfp8"}
-    compilation.plan_key = lambda *facts: (keys.append(asked(*facts)), keys[-1])[1]
+    asked, options = compiler.plan_key, {"recipe": "hfp8"}
+    compiler.plan_key = lambda *facts: (keys.append(asked(*facts)), keys[-1])[1]
     first = TanhLayer()
     layers = [first, *(copy.deepcopy(first) for _ in range(3))]
     for layer in layers[:2]:

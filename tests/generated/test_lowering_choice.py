@@ -37,7 +37,7 @@ from fxprec.passes.notice import Notice
 from fxprec.plan import Plan
 from fxprec.plan.explain import explain
 from fxprec.plan.rows import HalfLowering, LoweringChoice, LoweringEstimate, Moved
-from fxprec.report.folder import DumpFolder
+from fxprec.report.dump_folder import DumpFolder
 from fxprec.report.target import plan_under_fakes
 
 TABLE = scale_table(["1-4-3+4", "1-5-2"])
