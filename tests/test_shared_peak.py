@@ -115,7 +115,7 @@ def test_graphs_share_one_budget_from_the_second_step_on(breaks: tuple[int, ...]
     assert len(plans) == 1 + len(breaks)
     assert F.cosine_similarity(found, gradients(model, model), dim=0) > 0.999
     held = [plan.peak_bytes for plan in plans]
-    assert all(f"shared by {len(plans)} graphs of the step" in " ".join(plan.notes) for plan in plans)
+    assert all(f"peak budget: {len(plans)} graphs of the step share" in " ".join(plan.notes) for plan in plans)
     assert len({peak.budget for peak in held if peak}) == 1, "that of the whole step"
     assert all(peak and peak.beside + peak.planned <= peak.budget for peak in held)
     before = [peak.waiting or 0 for peak in held if peak]
