@@ -7,6 +7,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxprec
 from fxprec.driver.size_guards import SizeGuards
@@ -54,3 +55,7 @@ def test_sizes_that_a_later_compilation_fixed_run_uncompiled() -> None:
     for mine, parameter in zip(gradients, model.parameters(), strict=True):
         assert mine is not None
         assert torch.equal(mine, parameter.grad)
+    model.zero_grad()
+    checkpoint(compiled, x, use_reentrant=False).sum().backward()
+    for mine, parameter in zip(gradients, model.parameters(), strict=True):
+        assert torch.equal(mine, parameter.grad), "a checkpoint recomputes what its forward ran"

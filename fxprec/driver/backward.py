@@ -43,14 +43,14 @@ class Steps:
 
 @dataclass(frozen=True)
 class Version:
-    """The code and the scale table of one forward."""
+    """The code and the scale table of one forward; no table: the graph as it was captured."""
 
     run: Callable[..., Any]
-    table: torch.Tensor
+    table: torch.Tensor | None
 
     def __call__(self, *args: object) -> Any:
         """Run the code on the graph's arguments and the scale table."""
-        return self.run(*args, self.table)
+        return self.run(*args) if self.table is None else self.run(*args, self.table)
 
 
 @dataclass

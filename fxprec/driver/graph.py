@@ -198,19 +198,22 @@ class PlannedGraph:
         refuse_capture(self.captured.device, "a model compiled with fxprec runs", NO_CAPTURE)
         if any(isinstance(x, compat.FakeTensor) for x in args):  # Dynamo's DDP optimizer needs shapes only: no step
             with compat.unset_fake_temporarily():  # the empty scale table must be a real tensor
-                return self._version(*args)
+                return self._version(args)(*args)
         if compat.in_backward():
             return self._recompute(args)
         self._steps.runs_forward = True
         with self._model.lock:  # another thread must not promote in between; its compilations are not waited for
             self._begin_step()
-            version = self._version
+            version = self._version(args)
         self._in_flight.note(version)
         return self._run(version, args)
 
-    @property
-    def _version(self) -> Version:
-        """The code and the scale table that a call now would run with."""
+    def _version(self, args: Sequence[Any]) -> Version:
+        """Return what a call now runs: the code with its scale table, or the captured graph for other sizes."""
+        if (assumed := self.compiled.assumes) is not None and (broken := assumed.broken_by(args)):
+            why = f"its code is for sizes with {broken}; torch.compiler.reset() compiles it for others too"
+            self._log.tell(self._log.name, f"runs uncompiled: {why}")
+            return Version(self.captured.gm, None)
         assert self.compiled.run is not None
         table = self.captured.empty_table() if self.controller is None else self.controller.table
         return Version(self.compiled.run, table)
@@ -218,21 +221,19 @@ class PlannedGraph:
     def _recompute(self, args: Sequence[Any]) -> Any:
         """Run inside a backward pass, because a checkpoint around the compiled code recomputes its forward."""
         if self._steps.runs_forward or not self.is_training:
-            version = self._in_flight.recomputed() or self._version
+            version = self._in_flight.recomputed() or self._version(args)
             with self.compiler.queue.muted():
                 return version(*args)
         if self._steps.settle_in_backward():
             self._settle(steps=1)
         elif self.controller is not None:
             self.controller.step += 1
-        return self._run(self._version, args)
+        return self._run(self._version(args), args)
 
     def _run(self, version: Version, args: Sequence[Any]) -> Any:
+        if version.table is None:
+            return version(*args)
         compiled = self.compiled
-        if compiled.assumes is not None and (broken := compiled.assumes.broken_by(args)):
-            why = f"it was compiled again for sizes with {broken}; torch.compiler.reset() compiles it for others too"
-            self._log.tell(self._log.name, f"runs uncompiled: {why}")
-            return self.captured.gm(*args)
         if compiled.peak_sizes is not None and (excess := compiled.peak_sizes.excess(args)) is not None:
             self._log.tell("peak_budget", f"{excess}; give it smaller batches", step=self.step)
         results = version(*args)
