@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fxprec
-from fxprec.driver import graph, joint_compilation
+from fxprec.driver import joint_compilation, plan_changes
 from fxprec.plan import Site
 from fxprec.runtime.controller import Controller
 
@@ -182,7 +182,7 @@ def test_a_promotion_that_does_not_compile_is_told_and_training_goes_on(break_it
     again = overflow(controller)
     assert again == chosen
     run.step(3)  # the same tensors are not tried again: no warning
-    for _ in range(graph.MAX_GIVEN_UP - 1):
+    for _ in range(plan_changes.MAX_GIVEN_UP - 1):
         site = next(s for s in plan.sites if s.format == "e4m3fn" and s.id not in controller._refused)
         controller.plan = controller.plan.promote([site.id], step=controller.step)
         with pytest.warns(fxprec.FxprecWarning, match="promoting it to bf16 failed") as warned:

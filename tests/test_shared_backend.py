@@ -15,6 +15,7 @@ from models import TanhLayer
 from torch import Tensor, nn
 
 import fxprec
+from fxprec.driver import capture
 
 OPTIONS: dict[str, Any] = {"low_ratio": 1.0}
 
@@ -123,3 +124,20 @@ def test_new_parameters_of_the_same_model_are_no_other_layer() -> None:
     net.load_state_dict(state, assign=True)
     step(net)
     assert [controller.step for controller in backend.controllers] == [2, 2, 2]
+
+
+def test_a_step_compares_no_layers_that_were_compared_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = eager_backend("simulate", **OPTIONS)
+    net = compiled_layers(backend)
+
+    def train_and_evaluate() -> None:
+        step(net)
+        with torch.no_grad():
+            net(batch().detach())
+
+    train_and_evaluate()
+    train_and_evaluate()
+    compared: list[object] = []
+    monkeypatch.setattr(capture.Parameters, "of_another", lambda mine, theirs: compared.append(mine))
+    train_and_evaluate()
+    assert not compared

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fxprec import compat
+from fxprec.driver.compiled import Compiled
 from fxprec.errors import DoubleBackwardError, ModifiedInPlaceError
 from fxprec.passes.analysis.inputs import GraphInput
 
@@ -26,27 +27,24 @@ class Steps:
     def __init__(self) -> None:
         self.runs_forward = False
         """Whether the graph was called outside of backward."""
-        self._settles_in_forward = False
+        self.settles_in_forward = False
+        """Whether a graph that is only recomputed applies its statistics as a forward of another graph begins."""
         self._backward_id = -1
-
-    def settle_in_forward(self) -> bool:
-        """Return whether this graph should apply its statistics now, as a forward of another graph begins."""
-        self._settles_in_forward = self._settles_in_forward or not self.runs_forward
-        return not self.runs_forward
 
     def settle_in_backward(self) -> bool:
         """Return whether a call inside a backward pass applies statistics: the pass's first, if no forward does."""
-        is_first = not self._settles_in_forward and self._backward_id != compat.backward_id()
+        is_first = not self.settles_in_forward and self._backward_id != compat.backward_id()
         self._backward_id = compat.backward_id()
         return is_first
 
 
 @dataclass(frozen=True)
 class Version:
-    """The code and the scale table of one forward; no table: the graph as it was captured."""
+    """The code and the scale table of one forward; without them the graph as it was captured."""
 
     run: Callable[..., Any]
-    table: torch.Tensor | None
+    table: torch.Tensor | None = None
+    compiled: Compiled | None = None
 
     def __call__(self, *args: object) -> Any:
         """Run the code on the graph's arguments and the scale table."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import Graph, GraphModule
@@ -128,7 +128,8 @@ class Compilation(Attempt):
                 JointCompilation,  # imports every pass, which a start from the cache does not need
             )
 
-            self.traced = JointCompilation(**{f.name: getattr(self, f.name) for f in fields(Attempt)})
+            inputs = self.compiler, self.captured, self.given, self.step, self.key
+            self.traced = JointCompilation(*inputs, only_looks=self.only_looks)
         return self.traced
 
     def _run_passes(self, graph: Graph) -> None:

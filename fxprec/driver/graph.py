@@ -18,17 +18,16 @@ from fxprec.driver.capture import Captured, Parameters
 from fxprec.driver.compilation import compile_graph, look
 from fxprec.driver.compiled import Compiled, CompileReport, controller_of, copies_of, keeper_of
 from fxprec.driver.compiler import Compiler
-from fxprec.driver.event_log import EventLog, in_one_line
+from fxprec.driver.event_log import EventLog
 from fxprec.driver.option_checks import refuse_offload
+from fxprec.driver.plan_changes import PlanChanges
 from fxprec.driver.saved_state import GraphState, SavedGraph
 from fxprec.errors import BudgetError
 from fxprec.passes.budget_part import BudgetPart
-from fxprec.passes.notice import Notice, readable
+from fxprec.passes.notice import readable
 from fxprec.plan import PeakBytes, Plan
-from fxprec.plan.compare import low_groups_with
-from fxprec.plan.plan import latest_of_gemms
 from fxprec.plan.shown import line
-from fxprec.runtime.controller import Controller, describe
+from fxprec.runtime.controller import Controller
 from fxprec.runtime.events import Event
 from fxprec.runtime.on_device import refuse_capture
 from fxprec.runtime.stats import NO_CAPTURE
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
     from fxprec.runtime.optim.in_backward import InBackward
 
 log = logging.getLogger(__name__)
-MAX_GIVEN_UP = 3
-"""Failed promotions after which the graph tries no more: each attempt takes as long as a compilation."""
 
 
 class PlannedGraph:
@@ -62,10 +59,7 @@ class PlannedGraph:
         self._log = EventLog(f"graph {self.index}", strict=model.settings.asked.strict)
         self._steps, self._in_flight = Steps(), InFlight()
         self._seconds: tuple[float, ...] = ()  # one per compilation
-        self._followed: Plan | None = None  # the training plan that this inference graph follows
         self._is_given = False  # the plan came from a file or a checkpoint
-        self._keeps_operands = False  # recompiling with operands in hi failed, so they stay in blocks
-        self._num_given_up = 0  # promotions that did not compile
         self._within: Callable[[Callable[[StepBudget], None]], None] | None = None  # compiles under a step budget
         self.compiler = Compiler.of(
             captured,
@@ -77,6 +71,7 @@ class PlannedGraph:
             recorder=model.recorder,
         )
         self.settings = self.compiler.settings
+        self._changes = PlanChanges(self, model, self._log)
 
     @property
     def report(self) -> CompileReport:
@@ -92,6 +87,11 @@ class PlannedGraph:
     def is_training(self) -> bool:
         """Whether it has a backward half."""
         return self.compiled.is_training
+
+    @property
+    def runs_forward(self) -> bool:
+        """Whether it was called outside of backward."""
+        return self._steps.runs_forward
 
     @property
     def folder(self) -> Path | None:
@@ -188,6 +188,12 @@ class PlannedGraph:
             if is_first:
                 progress.announce(said)
 
+    def realize(self, plan: Plan) -> None:
+        """Put in force a plan that the code realizes as it is."""
+        self.compiled = replace(self.compiled, plan=plan)
+        if self._dump is not None:
+            self._dump.write_plan(plan)
+
     def retire(self) -> None:
         """Release the code, because a newer graph has taken over the state."""
         self.is_replaced = True
@@ -201,8 +207,10 @@ class PlannedGraph:
                 return self._version(args)(*args)
         if compat.in_backward():
             return self._recompute(args)
-        self._steps.runs_forward = True
         with self._model.lock:  # another thread must not promote in between; its compilations are not waited for
+            if not self.runs_forward:
+                self._steps.runs_forward = True
+                self._model.changed()
             self._begin_step()
             version = self._version(args)
         self._in_flight.note(version)
@@ -213,10 +221,11 @@ class PlannedGraph:
         if (assumed := self.compiled.assumes) is not None and (broken := assumed.broken_by(args)):
             why = f"its code is for sizes with {broken}; torch.compiler.reset() compiles it for others too"
             self._log.tell(self._log.name, f"runs uncompiled: {why}")
-            return Version(self.captured.gm, None)
-        assert self.compiled.run is not None
+            return Version(self.captured.gm)
+        compiled = self.compiled
+        assert compiled.run is not None
         table = self.captured.empty_table() if self.controller is None else self.controller.table
-        return Version(self.compiled.run, table)
+        return Version(compiled.run, table, compiled)
 
     def _recompute(self, args: Sequence[Any]) -> Any:
         """Run inside a backward pass, because a checkpoint around the compiled code recomputes its forward."""
@@ -231,9 +240,9 @@ class PlannedGraph:
         return self._run(self._version(args), args)
 
     def _run(self, version: Version, args: Sequence[Any]) -> Any:
-        if version.table is None:
+        compiled = version.compiled
+        if compiled is None:
             return version(*args)
-        compiled = self.compiled
         if compiled.peak_sizes is not None and (excess := compiled.peak_sizes.excess(args)) is not None:
             self._log.tell("peak_budget", f"{excess}; give it smaller batches", step=self.step)
         results = version(*args)
@@ -252,11 +261,13 @@ class PlannedGraph:
         self._model.shared_peak.begin()
         self._model.calls += 1
         self.ran_last = self._model.calls
-        for graph in self._model.others_in_training(self):
-            if graph._steps.settle_in_forward():
-                graph._settle(steps=0)
-            elif not self.is_training and graph.controller is not None:
-                graph.controller.catch_up()  # so that evaluation follows the same plan whether or not state was saved
+        for graph in self._model.only_recomputed:
+            graph._steps.settles_in_forward = True
+            graph._settle(steps=0)
+        if not self.is_training:
+            for graph in self._model.training_of(self):  # to evaluate alike whether or not state was saved
+                if graph.controller is not None:
+                    graph.controller.catch_up()
         self._settle(steps=1)
 
     def _settle(self, *, steps: int) -> None:
@@ -274,84 +285,10 @@ class PlannedGraph:
             self._dump.write_stats(controller, step=controller.latest_step)
         self._model.share_promotions(self)
         controller.step += steps
-        if not self.is_training:
-            self._follow_training(controller)
-        self._hold_operands_high(controller)
-        if controller.plan is not self.compiled.plan:
-            self._follow_plan(controller)
+        self._changes.follow(controller)
         if lowering.is_stale:
             lowering.is_stale = False
             self.compile_again("without kernels that failed", controller.plan)
-
-    def _follow_training(self, controller: Controller) -> None:
-        """Give an evaluation graph the low groups and the promotions of the training plan."""
-        trained = latest_of_gemms(self._model.training_plans(self), controller.plan.gemms_by_name)
-        if trained is None or trained is self._followed:
-            return
-        self._followed = trained
-        borders = [(g.group_before, g.group_after) for g in controller.plan.gemms]
-        if low_groups_with(trained, borders) != controller.plan.low_groups:
-            try:
-                self.compile_again("to round in evaluation as in training", None)
-            except Exception as error:  # Inductor may raise anything
-                detail = f"evaluation keeps other tensors low than training: compiling failed ({in_one_line(error)})"
-                self._log.tell(self._log.name, detail, step=controller.step)
-        controller.promote_as(trained, "promoted in training")
-
-    def _hold_operands_high(self, controller: Controller) -> None:
-        """Recompile with GEMM operands in ``hi`` once the steps are over in which the recipe rounds operands.
-
-        If that fails, training continues with the old code, with a warning and an event. Under ``strict`` raises
-        `FallbackError` instead.
-        """
-        operands, in_force = self.settings.recipe.operands, self.compiled.plan
-        steps = controller.step if self.is_training else self._model.steps_of_training
-        if operands is None or in_force is None or not 0 < operands.high_after < steps or self._keeps_operands:
-            return
-        if not any(map(any, in_force.operand_formats)):
-            return
-        hi = self.settings.recipe.hi.name
-        try:
-            since = f"after step {operands.high_after}"
-            self.compile_again(f"for operands in {hi} {since}", controller.plan.with_high_operands(since))
-        except Exception as error:  # Inductor may raise anything
-            self._keeps_operands = True
-            detail = f"operands of GEMMs stay in blocks: compiling them in {hi} failed ({in_one_line(error)})"
-            self._log.notice(Notice("block-gemms", detail), step=controller.step)
-
-    def _follow_plan(self, controller: Controller) -> None:
-        """Recompile for a changed plan in real storage. In ``simulate`` the scale table already has the change.
-
-        A promotion that does not compile does not end training: the old code runs on, with a warning and an event.
-        Under ``strict`` raises `FallbackError` instead.
-        """
-        in_force, is_in_code = self.compiled.plan, not self.settings.is_simulated
-        if in_force is not None and is_in_code and controller.plan.formats != in_force.formats:
-            try:
-                self.compile_again("for the changed plan", controller.plan)
-            except Exception as error:  # Inductor may raise anything
-                self._log.notice(self._give_up(in_force, controller, error), step=controller.step)
-        self.compiled = replace(self.compiled, plan=controller.plan)
-        if self._dump is not None:
-            self._dump.write_plan(controller.plan)
-
-    def _give_up(self, plan: Plan, controller: Controller, error: Exception) -> Notice:
-        """Return to the plan of the running code: tensors promoted since stay low for good. Return the notice."""
-        log.info("a promotion did not compile", exc_info=error)
-        refused = controller.stay_with(plan)
-        self._num_given_up += 1
-        last = ""
-        if self._num_given_up == MAX_GIVEN_UP:
-            controller.rules = replace(controller.rules, promote_above=None)
-            last = f"; this was attempt {MAX_GIVEN_UP}, the last for this graph"
-        site = refused[0]
-        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
-        way_out = f"hold it high from the start with keep_high=({site.module!r},)" if site.module else "see the log"
-        detail = (
-            f"promoting it{more} to {controller.rules.hi} failed ({in_one_line(error)}): training continues with it in "
-            f"{site.format}; {way_out}{last}"
-        )
-        return Notice(describe(site), detail)
 
     def peak_with_points(self) -> PeakBytes | None:
         """Return the plan's peak bytes, with those under other budgets. None for a given plan or without a peak."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Parameter
@@ -51,8 +51,10 @@ class Model:
         self._given, self._dump = given, dump
         self._dropped: list[PlannedGraph] = []  # by torch.compiler.reset(), and not traced again yet
         self._waiting = Waiting()
-        self._trains_alike: dict[tuple[int, int], bool] = {}  # graph pair: whether both train the same layers
         self._taken: dict[tuple[int, int], Plan] = {}  # (to, from): the plan whose promotions were last taken over
+        # Both are read in each forward, and made again after a change: a step's work must not grow with graphs squared.
+        self._of_layers: dict[PlannedGraph, list[PlannedGraph]] = {}
+        self._only_recomputed: list[PlannedGraph] | None = None
 
     @property
     def is_given_a_peak(self) -> bool:
@@ -108,7 +110,13 @@ class Model:
             old.retire()
             self._dropped.remove(old)
         self.all.append(graph)
+        self.changed()
         return graph
+
+    def changed(self) -> None:
+        """Note that a graph was compiled or replaced, or ran its first forward."""
+        self._of_layers.clear()
+        self._only_recomputed = None
 
     def _built(
         self, captured: Captured, parameters: Parameters, saved: SavedGraph | None, args: Sequence[Any]
@@ -133,9 +141,22 @@ class Model:
 
     # What one graph takes over from others.
 
-    def others_in_training(self, own: PlannedGraph) -> Iterator[PlannedGraph]:
-        """Return the other training graphs, in compile order."""
-        return (graph for graph in self.live if graph is not own and graph.is_training)
+    @property
+    def only_recomputed(self) -> list[PlannedGraph]:
+        """The training graphs that no call outside of backward has run so far, as under a reentrant checkpoint."""
+        if self._only_recomputed is None:
+            self._only_recomputed = [g for g in self.live if g.is_training and not g.runs_forward]
+        return self._only_recomputed
+
+    def training_of(self, own: PlannedGraph) -> list[PlannedGraph]:
+        """Return the training graphs of the same layers, in compile order. One may be ``own``.
+
+        There are several after a change of the batch size, for instance.
+        """
+        if own not in self._of_layers:
+            training = [g for g in self.live if g.is_training and not g.parameters.of_another(own.parameters)]
+            self._of_layers[own] = training
+        return self._of_layers[own]
 
     @property
     def steps_of_training(self) -> int:
@@ -148,17 +169,17 @@ class Model:
         The plan of a file, and plans of loaded states whose graphs are not compiled yet, come first.
         """
         given = () if self._given is None or not saved_state.is_of_training(self._given) else (self._given,)
-        training = (g for g in self.live if g.is_training and not g.parameters.of_another(own.parameters))
-        return (*given, *self._waiting.training_plans, *(g.plan for g in training if g.plan is not None))
+        plans = (graph.plan for graph in self.training_of(own))
+        return (*given, *self._waiting.training_plans, *(plan for plan in plans if plan is not None))
 
     def share_promotions(self, own: PlannedGraph) -> None:
         """Promote what other training graphs of the same layers have promoted, such as graphs for other batch sizes."""
         controller = own.controller
         if controller is None or not own.is_training or controller.rules.promote_above is None:
             return
-        for graph in self.live:
+        for graph in self.training_of(own):
             theirs, pair = graph.controller, (own.index, graph.index)
-            if theirs is None or graph is own or not self._train_alike(own, graph):
+            if theirs is None or graph is own or theirs.plan.gemms_by_name != controller.plan.gemms_by_name:
                 continue
             theirs.catch_up()
             if self._taken.get(pair) is not theirs.plan:
@@ -167,25 +188,11 @@ class Model:
 
     def share_scales(self, own: PlannedGraph) -> None:
         """Start with the scales of copies that other training graphs of the same layers have found."""
-        for graph in self.live:
+        for graph in self.training_of(own):
             theirs = graph.controller
-            if own.controller is None or theirs is None or graph is own or not graph.is_training:
-                continue
-            if not graph.parameters.of_another(own.parameters):
+            if own.controller is not None and theirs is not None and graph is not own:
                 theirs.catch_up()
                 own.controller.begin_with_scales(theirs)
-
-    def _train_alike(self, own: PlannedGraph, other: PlannedGraph) -> bool:
-        pair = own.index, other.index
-        if pair not in self._trains_alike:
-            self._trains_alike[pair] = (
-                other.is_training
-                and own.plan is not None
-                and other.plan is not None
-                and other.plan.gemms_by_name == own.plan.gemms_by_name
-                and not other.parameters.of_another(own.parameters)
-            )
-        return self._trains_alike[pair]
 
     # Saved state.
 

@@ -1,0 +1,110 @@
+"""Compile a graph again at the beginning of a step, because statistics or another graph have changed its plan."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fxprec.driver.event_log import EventLog, in_one_line
+from fxprec.passes.notice import Notice
+from fxprec.plan import Plan
+from fxprec.plan.compare import low_groups_with
+from fxprec.plan.plan import latest_of_gemms
+from fxprec.runtime.controller import Controller, describe
+
+if TYPE_CHECKING:
+    from fxprec.driver.graph import PlannedGraph
+    from fxprec.driver.model import Model
+
+log = logging.getLogger(__name__)
+MAX_GIVEN_UP = 3
+"""Failed promotions after which the graph tries no more: each attempt takes as long as a compilation."""
+
+
+class PlanChanges:
+    """Makes the code of one graph follow its plan.
+
+    A change that does not compile does not end training: the old code runs on, with a warning and an event. Under
+    ``strict`` that is a `FallbackError`.
+    """
+
+    def __init__(self, graph: PlannedGraph, model: Model, events: EventLog) -> None:
+        self._graph, self._model, self._log = graph, model, events
+        self._followed: Plan | None = None  # the training plan that this inference graph follows
+        self._keeps_operands = False  # recompiling with operands in hi failed, so they stay in blocks
+        self._num_given_up = 0  # promotions that did not compile
+
+    def follow(self, controller: Controller) -> None:
+        """Compile the graph again where its plan, the plan that it follows or the recipe's schedule asks for that."""
+        if not self._graph.is_training:
+            self._follow_training(controller)
+        self._hold_operands_high(controller)
+        if controller.plan is not self._graph.compiled.plan:
+            self._follow_plan(controller)
+
+    def _follow_training(self, controller: Controller) -> None:
+        """Give an evaluation graph the low groups and the promotions of the training plan."""
+        trained = latest_of_gemms(self._model.training_plans(self._graph), controller.plan.gemms_by_name)
+        if trained is None or trained is self._followed:
+            return
+        self._followed = trained
+        borders = [(g.group_before, g.group_after) for g in controller.plan.gemms]
+        if low_groups_with(trained, borders) != controller.plan.low_groups:
+            failed = self._failure_to_compile("to round in evaluation as in training", None)
+            if failed is not None:
+                detail = f"evaluation keeps other tensors low than training: compiling failed ({failed})"
+                self._log.tell(self._log.name, detail, step=controller.step)
+        controller.promote_as(trained, "promoted in training")
+
+    def _hold_operands_high(self, controller: Controller) -> None:
+        """Recompile with GEMM operands in ``hi`` once the steps are over in which the recipe rounds operands."""
+        graph = self._graph
+        operands, in_force = graph.settings.recipe.operands, graph.compiled.plan
+        steps = controller.step if graph.is_training else self._model.steps_of_training
+        if operands is None or in_force is None or not 0 < operands.high_after < steps or self._keeps_operands:
+            return
+        if not any(map(any, in_force.operand_formats)):
+            return
+        hi, since = graph.settings.recipe.hi.name, f"after step {operands.high_after}"
+        failed = self._failure_to_compile(f"for operands in {hi} {since}", controller.plan.with_high_operands(since))
+        if failed is not None:
+            self._keeps_operands = True
+            detail = f"operands of GEMMs stay in blocks: compiling them in {hi} failed ({failed})"
+            self._log.notice(Notice("block-gemms", detail), step=controller.step)
+
+    def _follow_plan(self, controller: Controller) -> None:
+        """Recompile for a changed plan in real storage. In ``simulate`` the scale table already has the change."""
+        graph = self._graph
+        in_force, is_in_code = graph.compiled.plan, not graph.settings.is_simulated
+        if in_force is not None and is_in_code and controller.plan.formats != in_force.formats:
+            failed = self._failure_to_compile("for the changed plan", controller.plan)
+            if failed is not None:
+                self._log.notice(self._give_up(in_force, controller, failed), step=controller.step)
+        graph.realize(controller.plan)
+
+    def _failure_to_compile(self, why: str, given: Plan | None) -> str | None:
+        """Compile again. Return None, or in one line why that failed; the old code then stays."""
+        try:
+            self._graph.compile_again(why, given)
+        except Exception as error:  # Inductor may raise anything
+            log.info("compiling again failed", exc_info=error)
+            return in_one_line(error)
+        return None
+
+    def _give_up(self, plan: Plan, controller: Controller, failed: str) -> Notice:
+        """Return to the plan of the running code: tensors promoted since stay low for good. Return the notice."""
+        refused = controller.stay_with(plan)
+        self._num_given_up += 1
+        last = ""
+        if self._num_given_up == MAX_GIVEN_UP:
+            controller.rules = replace(controller.rules, promote_above=None)
+            last = f"; this was attempt {MAX_GIVEN_UP}, the last for this graph"
+        site = refused[0]
+        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        way_out = f"hold it high from the start with keep_high=({site.module!r},)" if site.module else "see the log"
+        detail = (
+            f"promoting it{more} to {controller.rules.hi} failed ({failed}): training continues with it in "
+            f"{site.format}; {way_out}{last}"
+        )
+        return Notice(describe(site), detail)
