@@ -10,7 +10,7 @@ import torch
 from torch._inductor import ir, lowering, virtualized
 from torch._inductor.codegen import cpp as _cpp
 
-from fxprec.compat.patches import optional
+from fxprec.compat.patches import optional, replaced
 
 LoopText = Callable[[str, str], str]
 """A function that returns a C++ function's text, given the C++ types of float32 and int32, scalar or vector."""
@@ -70,14 +70,6 @@ def calls_in_loops() -> Iterator[None]:
             types = tuple(virtualized.V.kernel._get_vec_type(dtype) for dtype in (torch.float32, torch.int32))
         return f"{_texts[asm](*types)}({x})"
 
-    overrides: Any = _cpp.CppOverrides
-    before = vars(overrides).get("inline_asm_elementwise")
-    overrides.inline_asm_elementwise = staticmethod(inline_asm_elementwise)
-    try:
-        with bytes_in_registers():
-            yield
-    finally:
-        if before is None:
-            del overrides.inline_asm_elementwise
-        else:
-            overrides.inline_asm_elementwise = before
+    text = staticmethod(inline_asm_elementwise)
+    with replaced(_cpp.CppOverrides, "inline_asm_elementwise", lambda _: text), bytes_in_registers():
+        yield

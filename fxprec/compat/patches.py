@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -55,15 +56,35 @@ def tell_of_missing(cause: object, lost: str) -> None:
         )
 
 
+_INHERITED: Any = object()
+_left: dict[Any, Any] = {}  # by replacement whose context ended while a later one was in force: what it had replaced
+
+
 @contextmanager
 def replaced(owner: object, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace an attribute of torch by ``make(old)`` inside the context; restore it unless it was replaced again."""
-    attribute = vars(owner)[name] if name in vars(owner) else getattr(owner, name)  # vars keeps a staticmethod as such
+    """Replace an attribute of torch by ``make(old)`` inside the context; restore it unless it was replaced again.
+
+    Contexts of two threads may end in either order: the attribute is restored when the last one ends.
+    """
+    before = vars(owner).get(name, _INHERITED)
     made = make(getattr(owner, name))
-    made = staticmethod(made) if isinstance(attribute, staticmethod) else made
+    if isinstance(inspect.getattr_static(owner, name), staticmethod) and not isinstance(made, staticmethod):
+        made = staticmethod(made)
     setattr(owner, name, made)
     try:
         yield
     finally:
-        if vars(owner).get(name) is made:
-            setattr(owner, name, attribute)
+        with _lock:
+            if vars(owner).get(name) is made:
+                _restore(owner, name, before)
+            else:
+                _left[made] = before
+
+
+def _restore(owner: object, name: str, before: Any) -> None:
+    while before in _left:
+        before = _left.pop(before)
+    if before is _INHERITED:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)

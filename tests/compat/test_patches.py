@@ -20,8 +20,34 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codegen import cpp
 
 from fxprec import compat
-from fxprec.compat.patches import optional
+from fxprec.compat.patches import optional, replaced
 from fxprec.errors import FxprecWarning
+
+
+class Parent:
+    @staticmethod
+    def name() -> str:
+        return "torch's"
+
+
+class Child(Parent):
+    pass
+
+
+@pytest.mark.parametrize("owner", [Parent, Child])
+def test_contexts_of_two_threads_end_in_either_order(owner: type[Parent]) -> None:
+    own = vars(owner).get("name")
+    first = replaced(owner, "name", lambda old: lambda: f"first({old()})")
+    second = replaced(owner, "name", lambda old: lambda: f"second({old()})")
+    first.__enter__()
+    second.__enter__()
+    assert owner().name() == "second(first(torch's))"
+    first.__exit__(None, None, None)
+    assert owner.name() == "second(first(torch's))"
+    second.__exit__(None, None, None)
+    assert owner.name() == "torch's"
+    assert vars(owner).get("name") is own
+
 
 BEGIN = """
 import gc, warnings
