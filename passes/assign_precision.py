@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fxprec.config import Settings
 from fxprec.config.recipes import Recipe
 from fxprec.errors import PlanError
 from fxprec.passes.analysis.assignment import Assignment, assign
@@ -51,7 +52,7 @@ class AssignPrecision(Pass):
         saved = SavedBytes.predict(tensors, work.settings.recipe)
         work.assignment = assign(
             tensors,
-            work.settings,
+            self._settings(work),
             damage=work.damage,
             ends=work.grouped.ends,
             saved_bytes=replace(saved, fixed=work.fixed_bytes),
@@ -64,6 +65,20 @@ class AssignPrecision(Pass):
             _remark_budget(work, ranges)
         if ranges:
             _remark_order(work, ranges)
+
+    def _settings(self, work: Work) -> Settings:
+        """Return the settings; under policy ``"exact"`` an evaluation stays high until training has measured damage."""
+        if work.settings.asked.policy != "exact" or work.damage is not None or work.joint.tangents:
+            return work.settings
+        if self.rounds_values:
+            work.notices.append(Notice("assign-precision", _NOT_MEASURED))
+        return replace(work.settings, low_ratio=0.0)
+
+
+_NOT_MEASURED = (
+    "policy 'exact' measures damage in the first training step, and none has run: this evaluation rounds nothing, and "
+    "rounds as training does from then on"
+)
 
 
 def _without_effect(work: Work) -> Iterator[str]:

@@ -7,6 +7,7 @@ closely.
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -338,6 +339,32 @@ def test_evaluation_before_training_follows_it_from_then_on(storage: str) -> Non
         assert_close(compiled(x), model(x), "evaluation")
     assert not evaluation.is_training
     assert evaluation.plan.low_groups == backend.plans[0].low_groups != alone
+
+
+@EVERY_STORAGE
+def test_evaluation_before_the_calibration_of_exact_stays_high_and_then_follows_training(storage: str) -> None:
+    """A sanity check before training, as Lightning's, finds no damage measured."""
+    recipe = fxprec.Recipe(hi="1-8-22", lo_forward="1-4-3", lo_backward="1-5-2")
+    backend = eager_backend(storage, policy="exact", recipe=recipe)
+    model, x = mlp(), x8()
+    compiled = torch.compile(model, backend=backend)
+
+    def evaluated() -> Tensor:
+        with torch.no_grad():
+            return compiled(x)
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert_close(evaluated(), model(x).detach(), "evaluation")
+    told = [w for w in seen if "policy 'exact' measures damage in the first training step" in str(w.message)]
+    assert len(told) == (storage == "simulate"), "else evaluation rounds nothing anyway"
+    for _ in range(3):
+        compiled(x).sum().backward()
+        evaluated()
+    evaluation, training = backend.all_plans
+    assert evaluation is not None
+    assert training is not None
+    assert evaluation.low_groups == training.low_groups != frozenset()
 
 
 @PACKED
