@@ -325,6 +325,26 @@ def test_a_dynamic_loss_scale_backs_off_skips_and_grows(how: str) -> None:
         assert (change == -1) == (not moved[first + i]), "skipped where it overflowed, and there alone"
 
 
+def test_an_overflow_of_any_backward_pass_skips_the_step_of_all() -> None:
+    model = mlp()
+    scaling = LossScaling(initial=2.0**10, growth_interval=1000)
+    backend = eager_backend("fp16", storage="simulate", grad_scaling=scaling)
+    function = compiled(model, backend)
+    optimizers = [torch.optim.SGD(layer.parameters(), 0.1) for layer in model if isinstance(layer, nn.Linear)]
+    x, y = data()
+    for step, loss_factor in enumerate((1, 1e8, 1)):
+        before = copy.deepcopy(list(model.parameters()))
+        F.mse_loss(function(x), y).mul(loss_factor).backward()
+        F.mse_loss(function(x), y).mul(1e-3).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+        assert any(moved) == (step != 1)
+        assert all(p.isfinite().all() for p in model.parameters())
+    assert backend.skipped_steps == len(optimizers)
+
+
 def test_a_step_that_may_not_break_is_told_why_it_does() -> None:
     model = mlp()
     function = compiled(model, eager_backend("fp16", storage="simulate", grad_scaling="dynamic"))

@@ -23,7 +23,11 @@ class LossScaleKeeper:
     measures: bool = False
     waits: bool = False
     is_new: bool = False
-    overflowed: bool = False  # since the last update, so the optimizer step must be skipped
+    overflowed: bool = False  # since the last update
+    spoilt: bool = (
+        False  # since the optimizer's last step, which may follow several backward passes: it must be skipped
+    )
+    stepped: bool = False  # whether the optimizer has stepped since the last update
     _seen: bool = False
     _good_steps: int = 0
 
@@ -41,9 +45,12 @@ class LossScaleKeeper:
         if stats.site in self.graph.casts:
             self._seen = True
             self.overflowed |= stats.overflow_ratio > 0
+            self.spoilt |= self.overflowed
 
     def update(self, step: int, tell: Callable[[str, int, str], None]) -> None:
         """Back off after an overflow, grow after ``growth_interval`` steps without one."""
+        if self.stepped:
+            self.spoilt = self.stepped = False
         if not self.scaling.dynamic or not self._seen:
             return
         change = 0

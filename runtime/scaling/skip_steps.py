@@ -49,9 +49,11 @@ class StepSkipper:
                 p.grad = None
 
     def _overflowed(self) -> bool:
-        """Return whether any gradient overflowed since the last forward; waits for the device."""
+        """Return whether any gradient overflowed since the last step; waits for the device."""
         found = False
         for controller in self._controllers():
             controller.act_on_all()
-            found |= isinstance(controller.keeper, LossScaleKeeper) and controller.keeper.overflowed
+            if isinstance(controller.keeper, LossScaleKeeper):
+                found |= controller.keeper.spoilt
+                controller.keeper.stepped = True
         return found
