@@ -36,17 +36,17 @@ def count_exponents(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     bits = x.detach().to(torch.float32).contiguous().view(torch.int32).flatten() & MAGNITUDE
     counted = (bits > 0) & (bits < INFINITY)
     rows = [_row(bits, counted, threshold & _MANTISSA) for threshold in borders(fmt)]
-    return torch.cat(rows).to(torch.float64)
+    return torch.cat(rows)
 
 
 def _row(bits: torch.Tensor, counted: torch.Tensor, border: int) -> torch.Tensor:
     index = (bits - border) >> _EXPONENT
     if not index.numel():
-        return torch.zeros(HISTOGRAM_BINS, dtype=torch.float32, device=bits.device)
+        return torch.zeros(HISTOGRAM_BINS, dtype=torch.float64, device=bits.device)
     top = torch.where(counted, index, -1).max()
     bins = (index - top + HISTOGRAM_BINS - 1).clamp(0, HISTOGRAM_BINS - 1).to(torch.int64)
-    empty = torch.zeros(HISTOGRAM_BINS, dtype=torch.float32, device=bits.device)
-    return empty.scatter_add_(0, bins, counted.to(torch.float32))
+    empty = torch.zeros(HISTOGRAM_BINS, dtype=torch.float64, device=bits.device)
+    return empty.scatter_add_(0, bins, counted.to(torch.float64))  # float32 counts to 2^24
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,11 @@ def test_histograms_give_exact_rates_at_every_scale(fmt: Format) -> None:
         assert rates(finite, k, fmt)[0] <= gamma < rates(finite, k - 1, fmt)[0]
 
 
+def test_more_elements_are_counted_than_float32_counts_to() -> None:
+    elements = (1 << 24) + 8
+    assert count_exponents(torch.ones(elements), FORMATS[0]).view(2, -1).sum(1).tolist() == [elements] * 2
+
+
 def test_joins_take_the_largest_scale_that_fits_all_and_their_sum() -> None:
     assert join_exp([3, 7, 5], [1.0, 1.0, 1.0], 2.0**20) == 7
     assert join_exp([3, 18, 19], [1.0, 1.0], 2.0**20) == 18
