@@ -29,8 +29,8 @@ from fxprec.runtime.stats import SiteStats, StatsQueue, steps_late
 from fxprec.runtime.table import Formats, Latest, ScaleTable, TableState
 
 _REMEDY = {
-    False: "check the batch; the tensor is promoted now",
-    True: "check the batch, or hold the module high with keep_high",
+    True: "check the batch; the tensor is promoted now",
+    False: "check the batch, or hold the module high with keep_high",
 }
 
 
@@ -207,8 +207,7 @@ class Controller:
         site, stats = self.plan.sites[first], lost[first]
         if first != told:
             self._tell_of_nonfinite(site, stats)
-        may_move = self.rules.promote_above is not None and site.promoted_at is None
-        return {stats.site: stats} if may_move else {}
+        return {stats.site: stats} if self._may_move(site) else {}
 
     def scale_of(self, row: int) -> Mapping[str, Any] | None:
         """Return what is known of a row's scale, ``scale_exponent`` first; None where the row has no scale."""
@@ -238,11 +237,15 @@ class Controller:
         limit = self.rules.promote_above
         if self.copies is not None and self.copies.was_scaled(site.id, step):
             return False  # the copy's own scale caused the overflow and is lowered instead
-        if not stats.overflow_ratio or limit is None or site.promoted_at is not None or site.id in self._refused:
+        if not stats.overflow_ratio or limit is None or not self._may_move(site):
             return False
         # An inf or a NaN counts as overflow, but it shows a bad batch, not a format that is too narrow. The ratio
         # arrives in float32, where 1 in 100 is less than 0.01.
         return math.isfinite(stats.amax) and stats.overflow_ratio >= ctypes.c_float(limit).value
+
+    def _may_move(self, site: Site) -> bool:
+        """Return whether a site may be promoted."""
+        return self.rules.promote_above is not None and site.format != self.rules.hi and site.id not in self._refused
 
     def _loses(self, site: Site, amax: float) -> bool:
         """Return whether ``amax`` is an inf or NaN that storing turns into a number."""
@@ -255,22 +258,18 @@ class Controller:
 
     def _tell_of_nonfinite(self, site: Site, stats: SiteStats) -> None:
         kind, what = ("nan", "NaN") if math.isnan(stats.amax) else ("nonfinite", "inf")
-        stays = self.rules.promote_above is None or site.format == self.rules.hi
         detail = f"{what} stored as {parse(site.format).largest:g}: {site.format} has no {what}"
-        self._tell(kind, site, detail, f"forward sees the {what}, backward the number; {_REMEDY[stays]}")
+        self._tell(kind, site, detail, f"forward sees the {what}, backward the number; {_REMEDY[self._may_move(site)]}")
 
     def _tell(self, kind: str, site: Site, detail: str, advice: str = "") -> None:
         self.told.tell(Event(self.step, kind, describe(site), detail), advice)
 
     def _promote(self, offenders: Mapping[int, SiteStats]) -> None:
         hi = self.rules.hi
-        moved = [i for i in offenders if self.plan.sites[i].format != hi]
-        if not moved:
-            return
-        for i in moved:
+        for i, stats in offenders.items():
             site = self.plan.sites[i]
-            self._tell("promotion", site, f"{site.format} -> {hi}: overflow ratio {offenders[i].overflow_ratio:.4g}")
-        self.plan = self.plan.promote(moved, step=self.step, hi=hi)
+            self._tell("promotion", site, f"{site.format} -> {hi}: overflow ratio {stats.overflow_ratio:.4g}")
+        self.plan = self.plan.promote([*offenders], step=self.step, hi=hi)
 
     def begin_with_scales(self, other: Controller) -> None:
         """Start stored copies with the scales that another graph of the same model has found for them."""
@@ -362,12 +361,14 @@ class Controller:
             "copies": {} if self.copies is None else self.copies.state_dict(),
             "plan": self.plan.to_dict(),
             "pending": self.queue.state(),
+            "refused": sorted(self._refused),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a saved state. Raises `PlanError` for another model's state."""
         plan = self.refuse_another(state)
         self.queue.load(state.get("pending", ()))
+        self._refused = frozenset(state.get("refused", ()))
         scales = state["scales"]
         self.plan = plan
         self.step = state["step"]

@@ -74,16 +74,17 @@ _V = TypeVar("_V")
 
 
 class Latest(Generic[_K, _V]):
-    """A function that remembers its last argument and value."""
+    """A function that remembers its last argument and value. Threads may call it at the same time."""
 
     def __init__(self, function: Callable[[_K], _V]) -> None:
         self._function = function
         self._last: tuple[_K, _V] | None = None
 
     def __call__(self, of: _K) -> _V:
-        if self._last is None or self._last[0] != of:
-            self._last = of, self._function(of)
-        return self._last[1]
+        last = self._last
+        if last is None or last[0] != of:
+            last = self._last = of, self._function(of)
+        return last[1]
 
 
 def format_rows(

@@ -237,8 +237,9 @@ check_graph = fields_of(
         "copies": _rows(_COPY),
         "plan": partial(read_checked, kind=Plan),
         "pending": each(_PENDING),
+        "refused": each(_count),
         "graph": fields_of(_IDENTITY, ("inputs",), unread=None),
     },
-    ("copies", "pending", "graph"),
+    ("copies", "pending", "refused", "graph"),
     unread=None,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fxprec.runtime.controller import Controller, Rules
 from fxprec.runtime.nonfinite import NonfiniteWatch
 from fxprec.runtime.scaling.keeper import ScaleKeeper
 from fxprec.runtime.stats import STEPS_LATE, SiteStats
+from fxprec.runtime.table import Latest
 from tests.helpers import as_counts
 
 FORWARD, GRADIENT, PARAM = 0, 1, 2
@@ -169,6 +171,22 @@ def test_the_table_is_one_tensor_until_something_changes() -> None:
     assert torch.equal(it.table[PARAM], table[PARAM])
 
 
+def test_a_thread_gets_the_value_of_its_own_argument() -> None:
+    latest: Latest[object, str] = Latest(str)
+
+    class Compared:
+        """An argument during whose comparison another thread calls the function."""
+
+        def __ne__(self, other: object) -> bool:
+            return isinstance(other, str) or latest("another's") != "another's"
+
+        def __str__(self) -> str:
+            return "own"
+
+    latest(Compared())
+    assert latest(Compared()) == "own"
+
+
 def test_promotions_of_another_graph_are_taken_over_by_tensor_kind_and_group() -> None:
     training, evaluation = controller(sites=6), controller(sites=6)
     feed(training, FORWARD, overflow=1.0)
@@ -242,6 +260,23 @@ def test_a_state_round_trip_decides_the_same() -> None:
     assert second.keeper.exps == first.keeper.exps
     assert torch.equal(second.table, first.table)
     assert second.step == first.step
+
+
+@pytest.mark.parametrize("amax", [1.0, math.inf])
+def test_a_promotion_that_did_not_compile_is_never_tried_again(amax: float) -> None:
+    first, second = controller(), controller()
+    before = first.plan
+    feed(first, FORWARD, overflow=1.0)
+    assert [site.id for site in first.stay_with(before)] == [FORWARD]
+    second.load_state_dict(first.state_dict())
+    for it in (first, second):
+        with (
+            nullcontext()
+            if math.isfinite(amax)
+            else pytest.warns(fxprec.FxprecWarning, match="or hold the module high")
+        ):
+            feed(it, FORWARD, overflow=1.0, amax=amax)
+        assert it.plan == before
 
 
 def push(target: Controller, which: int, overflow: float = 0.0, amax: float = 1.0) -> None:
