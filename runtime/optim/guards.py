@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ def _check_finite(group: Mapping[str, Any], position: int, given: list[tuple[int
     )
 
 
-def warn_if_stuck(rule: Rule, group: Mapping[str, Any], position: int, indices: list[int]) -> None:
+def warn_if_stuck(rule: Rule, group: Mapping[str, Any], position: int, indices: Sequence[int]) -> None:
     """Warn if rounding to nearest cancels every update that the group's largest weight can get.
 
     The bound on an update is learning rate * max(1, (1 - beta1) / sqrt(1 - beta2)) for AdamW and the learning rate for
@@ -72,7 +72,7 @@ def _peak_lr(group: Mapping[str, Any]) -> float:
     return max(float(group[name]) for name in ("lr", "initial_lr", "max_lr") if group.get(name) is not None)
 
 
-def _largest_update(rule: Rule, group: Mapping[str, Any], indices: list[int], largest: float) -> float:
+def _largest_update(rule: Rule, group: Mapping[str, Any], indices: Sequence[int], largest: float) -> float:
     lr, decay = _peak_lr(group), float(group["weight_decay"])
     if rule.algorithm == "adamw":
         beta1, beta2 = group["betas"]

@@ -56,7 +56,6 @@ class SGD(Stepper, torch.optim.SGD):
             foreach=foreach,
             differentiable=differentiable,
         )
-        self.defaults |= self._own
 
 
 class AdamW(Stepper, torch.optim.AdamW):
@@ -98,7 +97,6 @@ class AdamW(Stepper, torch.optim.AdamW):
             capturable=capturable,
             differentiable=differentiable,
         )
-        self.defaults |= self._own
 
 
 class Lion(Stepper):
@@ -130,7 +128,6 @@ class Lion(Stepper):
             raise ConfigError(f"betas are {betas}; give two numbers from 0 to below 1")
         given = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize, "foreach": foreach}
         super().__init__(params, {**given, "capturable": capturable, "differentiable": False})
-        self.defaults |= self._own
 
 
 class Muon(Stepper, torch.optim.Muon):
@@ -171,7 +168,6 @@ class Muon(Stepper, torch.optim.Muon):
             ns_steps=ns_steps,
             adjust_lr_fn=adjust_lr_fn,
         )
-        self.defaults |= self._own
 
     def _check_group(self, group: dict[str, Any], position: int) -> None:
         super()._check_group(group, position)

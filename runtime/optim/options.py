@@ -26,20 +26,6 @@ from fxprec.runtime.optim.rule import (
     Update,
 )
 
-OWN = (
-    "update",
-    "format",
-    "states",
-    "gradients",
-    "seed",
-    "error_if_nonfinite",
-    "count_cancelled",
-    "max_norm",
-    "norm",
-    "last_norm",
-)
-"""Keys of param groups beside those of torch.optim."""
-
 
 class Own(TypedDict, total=False):
     """Options of fxprec's optimizers beyond torch.optim's; all but ``generator`` can be set per param group.
@@ -85,7 +71,7 @@ def own_defaults(
     max_norm: float | None = None,
     norm: str = "exact",
 ) -> dict[str, Any]:
-    """Return the values of `OWN` as plain data, which a state dict can have. Raises `ConfigError`."""
+    """Return the values of `Own` as plain data, which a state dict can have. Raises `ConfigError`."""
     if not isinstance(count_cancelled, int) or count_cancelled < 0:
         raise ConfigError(
             f"count_cancelled is {count_cancelled!r}; give it True, or a number of steps after which counts are kept"

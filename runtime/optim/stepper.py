@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -21,7 +21,7 @@ from fxprec.runtime.optim.cancelled import By, CancelledRow, CancelledSteps, Cou
 from fxprec.runtime.optim.clipping import Clipping
 from fxprec.runtime.optim.held import for_state_dict, hold, saved_states
 from fxprec.runtime.optim.local import local, place_of
-from fxprec.runtime.optim.options import OWN, check_group, check_one_norm, name_of, rule_of
+from fxprec.runtime.optim.options import check_group, check_one_norm, name_of, rule_of
 from fxprec.runtime.optim.rule import AUTO, LAST, Algorithm, Rule, States
 from fxprec.runtime.optim.sums import SummedGradient, stored
 
@@ -75,8 +75,7 @@ class Stepper(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch.optim does. Raises `ConfigError` for what docs/optim.md says is refused."""
-        for name, value in self._own.items():
-            param_group.setdefault(name, value)
+        self.defaults |= self.__dict__.pop("_own", {})  # the constructor of torch.optim knows its own options only
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1], len(self.param_groups) - 1)
@@ -134,7 +133,7 @@ class Stepper(Optimizer):
         group = self.param_groups[at.group]
         rule = rule_of(group, self._algorithm, param.dtype)
         if rule.update == "nearest" and rule.algorithm != "sgd" and not group.get("capturable"):
-            self._warn_if_stuck(rule, group, at.group, list(range(len(group["params"]))))
+            self._warn_if_stuck(rule, group, at.group, range(len(group["params"])))
         if rule.clipped:  # the bits of a norm depend on strides and dtype
             if gradient.stride() != param.stride() or gradient.dtype != param.dtype:
                 gradient = torch.empty_like(param).copy_(gradient)
@@ -169,7 +168,7 @@ class Stepper(Optimizer):
                 self._warn_if_stuck(rule, group, position, indices)
             self._step_batch(rule, group, batch, first)
 
-    def _warn_if_stuck(self, rule: Rule, group: Mapping[str, Any], position: int, indices: list[int]) -> None:
+    def _warn_if_stuck(self, rule: Rule, group: Mapping[str, Any], position: int, indices: Sequence[int]) -> None:
         looked_at = self.__dict__.setdefault("_looked_at", set())
         if position not in looked_at:
             looked_at.add(position)
@@ -364,7 +363,7 @@ class Stepper(Optimizer):
 
         Averages are converted to the form in ``states``; `cancelled` counts start again.
         """
-        kept = [{name: group[name] for name in OWN} for group in self.param_groups]
+        kept = [{name: group[name] for name in self.defaults} for group in self.param_groups]
         super().load_state_dict(state_dict)
         for position, (group, own) in enumerate(zip(self.param_groups, kept, strict=True)):
             for name, value in own.items():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -140,6 +143,21 @@ def test_closures_schedulers_and_groups() -> None:
     assert a.tolist() == [0.25] * 4
     assert "compensation" in opt.state[a]
     assert "compensation" not in opt.state[b]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))])
+@pytest.mark.parametrize("make", [fxprec.optim.SGD, fxprec.optim.AdamW, fxprec.optim.Lion, fxprec.optim.Muon])
+def test_a_copied_optimizer_takes_further_groups(make: Any, copied: Callable[[Any], Any]) -> None:
+    opt = copied(make([torch.nn.Parameter(torch.ones(2, 2))], lr=0.5, update="kahan", foreach=False))
+    opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, 3))]})
+    assert [(g["lr"], g["update"], g["foreach"]) for g in opt.param_groups] == [(0.5, "kahan", False)] * 2
+
+
+def test_muon_keeps_what_torchs_state_does_not_name() -> None:
+    params = [torch.nn.Parameter(torch.ones(2, 2))]
+    ours = fxprec.optim.Muon(params, foreach=False)
+    ours.load_state_dict(torch.optim.Muon(params).state_dict())
+    assert ours.param_groups[0]["foreach"] is False
 
 
 def test_parameters_without_gradient_frozen_empty_or_of_any_layout() -> None:
