@@ -84,7 +84,7 @@ class ByLink:
         self._clocks: list[list[Clock]] = []
         """For each measured step, the moments when the gradients of each bucket were ready."""
         self._trial: Trial | None = None
-        self._roll_call = RollCall()
+        self._roll_call = RollCall(groups.exponents)
         self.events: list[Event] = []
         self.plan: LinkPlan | None = None
         self._rows: dict[str, LayerBits] = {}

@@ -52,7 +52,6 @@ class APSReduceScatter(ReduceScatter):
             )
         self.state = state
         self.shards = shards
-        self.calls = 0
         self._whole: Clock | None = None
         """When the next gradients were complete: FSDP2 allocates their buffer on the backward pass's stream."""
 
@@ -77,8 +76,8 @@ class APSReduceScatter(ReduceScatter):
             raise ConfigError(
                 f"APS under FSDP2 cannot reduce with {op}; leave the gradient divide factor at its default"
             )
-        step = self.state.first_step + self.calls
-        self.calls += 1
+        step = self.state.first_step + self.state.calls[self]
+        self.state.calls[self] += 1
         begins, self.state.step = step >= self.state.step, max(self.state.step, step + 1)
         with torch.no_grad():
             try:

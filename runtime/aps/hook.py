@@ -38,53 +38,58 @@ def aps_hook(
     """
     buffer = bucket.buffer()
     on_device.refuse_capture(buffer.device, "aps_hook runs", NO_CAPTURE)
-    is_last = bucket.is_last()
-    if state.groups.size == 1:
-        state.step += is_last
-        return done(buffer)
     try:
-        return _exchange(state, bucket, buffer, is_last)
+        future = done(buffer) if state.groups.size == 1 else _exchange(state, bucket, buffer)
     except RuntimeError as error:
         raise state.named(error) from error
+    state.step += bucket.is_last()  # exchanges under way keep the number of their step
+    return future
 
 
 def _exchange(
     state: APSState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # absent from torch's annotations
     buffer: Tensor,
-    is_last: bool,
 ) -> torch.futures.Future[torch.Tensor]:
+    parameters, gradients = bucket.parameters(), _gradients(bucket)
     if state.by_link is not None:
-        state.by_link.bucket_ready(state.step, bucket.index() == 0, bucket.parameters(), bucket.gradients())
+        state.by_link.bucket_ready(state.step, bucket.index() == 0, parameters, gradients)
     if bucket.index() == 0:
         state.late = Late()
-    parameters = bucket.parameters()
     sendings = {state.sending_of(p) for p in parameters}
-    waits = is_last and len(state.late.parts) > 0
-    if len(sendings) == 1 and not waits and (sending := sendings.pop()) == Sending(sending.dtype):
-        for parameter, view in zip(parameters, bucket.gradients(), strict=True):
+    ends_late = bucket.is_last() and len(state.late.parts) > 0
+    if len(sendings) == 1 and not ends_late and (sending := sendings.pop()) == Sending(sending.dtype):
+        for parameter, view in zip(parameters, gradients, strict=True):
             settle(state, parameter, view)
-        return _reduce(state, buffer, sending.dtype or buffer.dtype, is_last)
+        return _reduce(state, buffer, sending.dtype or buffer.dtype)
+    with torch.no_grad():
+        parts = split_bucket(state, bucket.index(), gradients, parameters)
     if not buffer.is_cuda:
-        parts = _split(state, bucket)
         late = [part for part in parts if part.sending.low_rank]
         state.late.parts += late
         exchanges = _started(state, [part for part in parts if not part.sending.low_rank])
-        return _queue(state, exchanges, buffer, is_last, waits=len(late) > 0 or waits)
+        return _queue(state, exchanges, buffer, is_last=bucket.is_last(), waits=len(late) > 0 or ends_late)
     stream = state.stream(buffer.device)
     stream.wait_stream(torch.cuda.current_stream(buffer.device))  # the stages start once the gradients are complete
     with torch.cuda.stream(stream), torch.no_grad():
-        for exchange, name in product(_started(state, _split(state, bucket)), _stages(state)):
+        for exchange, name in product(_started(state, parts), _stages(state)):
             getattr(exchange, name)()
-        state.step += is_last
         return done(buffer)
 
 
-def _reduce(state: APSState, buffer: Tensor, dtype: torch.dtype, is_last: bool) -> torch.futures.Future[torch.Tensor]:
+def _gradients(bucket: dist.GradBucket) -> list[Tensor]:  # type: ignore[name-defined]  # absent from torch's annotations
+    """Return views of a bucket's gradients, flat if one is complex: torch's views then have half of its numbers."""
+    parameters: list[Tensor] = bucket.parameters()
+    if any(p.is_complex() for p in parameters):
+        return list(bucket.buffer().split([p.numel() << p.is_complex() for p in parameters]))
+    found: list[Tensor] = bucket.gradients()
+    return found
+
+
+def _reduce(state: APSState, buffer: Tensor, dtype: torch.dtype) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket without codes in a dtype, without threads."""
     total = buffer.to(dtype)
     work = dist.all_reduce(total, group=state.groups.exponents, async_op=True)
-    state.step += is_last
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(partial(_mean, state, buffer, total))
     return future
 
@@ -101,14 +106,6 @@ def _mean(state: APSState, buffer: Tensor, total: Tensor, reduced: "torch.future
 def _stages(state: APSState) -> tuple[str, ...]:
     names = Exchange.STAGES
     return names if state.groups.node is not None else tuple(n for n in names if n not in Exchange.OF_NODES)
-
-
-def _split(
-    state: APSState,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]  # absent from torch's annotations
-) -> list[Part]:
-    with torch.no_grad():
-        return split_bucket(state, bucket.index(), bucket.gradients(), bucket.parameters())
 
 
 def _started(state: APSState, parts: "Sequence[Part]") -> list[Exchange | LowRankExchange]:
@@ -129,7 +126,7 @@ def done(buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 def _queue(
-    state: APSState, exchanges: list[Exchange | LowRankExchange], buffer: Tensor, is_last: bool, *, waits: bool
+    state: APSState, exchanges: list[Exchange | LowRankExchange], buffer: Tensor, *, is_last: bool, waits: bool
 ) -> torch.futures.Future[torch.Tensor]:
     """Run the stages of the exchanges. Each stage has a thread of its own, which takes the exchanges in order.
 
@@ -139,7 +136,6 @@ def _queue(
     if is_last and late.parts:
         exchanges = [*exchanges, LowRankExchange(state, late.parts)]
     if not exchanges and not waits:
-        state.step += is_last
         return done(buffer)
     if not state.workers:
         state.workers = [ThreadPoolExecutor(1, thread_name_prefix=f"fxprec-aps-{name}") for name in _stages(state)]
@@ -151,7 +147,7 @@ def _queue(
             stages.append(worker.submit(_run_stage, exchange, name, stages[-1:]))
         finished.append(stages[-1])
     exchanged, waited = finished[-1:], [*finished, late.done] if waits else finished
-    waited[-1].add_done_callback(lambda _: _deliver(state, is_last, ended, waited))
+    waited[-1].add_done_callback(lambda _: _deliver(state, ended, waited))
     if is_last and late.parts:
         exchanged[0].add_done_callback(late.end)
     return ended.then(partial(_result, buffer))
@@ -167,12 +163,10 @@ def _run_stage(exchange: Exchange | LowRankExchange, name: str, before: "Sequenc
 
 def _deliver(
     state: APSState,
-    is_last: bool,
     ended: "torch.futures.Future[BaseException | None]",
     finished: "list[Future[None]]",
 ) -> None:
     """Report how the parts ended. All are done when the last is, because their last stage takes them in order."""
-    state.step += is_last
     errors = (part.exception() for part in finished)
     error = next((error for error in errors if error is not None), None)
     ended.set_result(None if error is None else state.named(error))

@@ -12,24 +12,25 @@ import atexit
 import threading
 import time
 from collections.abc import Iterable
-from itertools import count
 from typing import Any
+
+import torch.distributed as dist
 
 from fxprec.errors import LostRankError
 from fxprec.numerics import native
 
 EVERY, GRACE = 0.5, 4.0  # seconds between looks at the store, and seconds that ranks have to answer
-_numbers = count()
 
 
 class RollCall:
-    """The ranks' answers, for one state; ranks make their states in the same order."""
+    """The answers of a process group's ranks, for the one state that made the group."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         found = native.inductor().process_group_store()
         known: tuple[int, int, Any] = found if found is not None else (0, 1, None)
-        self._rank, self._world, self._store = known
-        self._prefix = f"fxprec/aps/{next(_numbers)}"
+        self._rank, _, self._store = known
+        self._ranks = dist.get_process_group_ranks(group)
+        self._prefix = f"fxprec/aps/{group.group_name}"
         self._stopped = threading.Event()
         self._said: list[int] | None = None
         """Ranks that another rank has reported as lost."""
@@ -66,11 +67,11 @@ class RollCall:
         for what in ("failed", "here"):
             self._store.set(self._key(what, self._rank), "1")
         self._store.set(f"{self._prefix}/any", "1")
-        absent = self._without("here", range(self._world)) or self._without("failed", range(self._world))
+        absent = self._without("here", self._ranks) or self._without("failed", self._ranks)
         self._store.set(f"{self._prefix}/lost", ",".join(map(str, absent)))
         self._store.set(self._key("told", self._rank), "1")
         if self._rank == 0:  # the store ends with rank 0
-            self._without("told", [r for r in range(self._world) if r not in absent])
+            self._without("told", [r for r in self._ranks if r not in absent])
         return absent
 
     def _without(self, what: str, ranks: Iterable[int]) -> list[int]:

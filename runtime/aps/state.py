@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -90,6 +91,7 @@ class APSState:
         for parameter in _parameters(keep_high, model):
             self._kept[parameter] = True
         self.step = self.first_step = 0
+        self.calls: Counter[object] = Counter()  # under FSDP2: each reduce-scatter's calls since `first_step`
         self.epoch = 0
         self.memory = Memory(seed)
         self.late = Late()
@@ -209,10 +211,12 @@ class APSState:
             )
         self.step = self.first_step = int(saved["step"])
         self.epoch = int(saved["epoch"])
+        self.calls.clear()
+        for _, kept in self._kept_by_name():
+            kept.clear()
         if self.by_link is not None:
             self.by_link.resume(saved.get("link_plan"))
             for key, kept in self._kept_by_name():
-                kept.clear()
                 for name, value in saved.get(key, {}).items():
                     kept[self.by_link.parameter_of(name)] = value.clone()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,19 +13,21 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from aps_ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from fxprec import compat
 from fxprec.aps import APSReduceScatter, APSState, LayerBits, LinkPlan, aps_hook, use_aps
 from fxprec.errors import LostRankError, LoweringError
-from fxprec.runtime.aps import hook, kernels
+from fxprec.runtime.aps import hook, kernels, lost
 from fxprec.runtime.aps.bucket import Exchange
 from fxprec.runtime.aps.by_link import ByLink
 from fxprec.runtime.aps.fsdp_gather import APSAllGather
-from fxprec.runtime.aps.lost import GRACE
+from fxprec.runtime.aps.lost import GRACE, RollCall
 from fxprec.runtime.aps.low_rank_exchange import LowRankExchange
 from fxprec.runtime.aps.predict import Link
 
@@ -180,3 +183,17 @@ class _RollCall:
 def test_an_error_of_this_rank_alone_accuses_no_other(error: Exception, is_named: bool) -> None:
     found = ByLink.lost(SimpleNamespace(_roll_call=_RollCall()), error)  # type: ignore[arg-type]
     assert isinstance(found, LostRankError) if is_named else found is error
+
+
+def test_ranks_outside_of_the_group_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(lost, "EVERY", 0.02)
+    monkeypatch.setattr(lost, "GRACE", 1.0)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 2])
+    calls = []
+    for rank in (0, 2):
+        monkeypatch.setattr(compat, "process_group_store", lambda rank=rank: (rank, 4, store))
+        calls.append(RollCall(SimpleNamespace(group_name="a group of two")))  # type: ignore[arg-type]
+    with ThreadPoolExecutor(2) as threads:
+        said = list(threads.map(lambda call: str(call.lost(RuntimeError("closed"))), calls))
+    assert all("all ranks answer" in each for each in said), said

@@ -96,9 +96,12 @@ def feedback(rank: int, world: int) -> dict[str, float]:
         "blocks with": mean_of_calls(rank, world, APSState("1-2-1/256:e8m0", error_feedback=True), 64),
     }
     state, parameters = APSState("1-2-1", error_feedback=True), parameters_like(gradients_of(rank))
+    saved, first = state.state_dict(), exchange(state, gradients_of(rank), parameters)
     exchange(state, gradients_of(rank, "nan"), parameters)
     after = exchange(state, gradients_of(rank), parameters)
-    return {**found, "after a NaN": float(after.isfinite().float().mean())}
+    state.load_state_dict(saved)
+    again = exchange(state, gradients_of(rank), parameters)
+    return {**found, "after a NaN": float(after.isfinite().float().mean()), "loaded": float((again - first).norm())}
 
 
 def stochastic(rank: int, world: int) -> dict[str, float]:
@@ -190,6 +193,7 @@ def test_error_feedback_makes_the_error_of_many_steps_vanish(results: list[dict[
         assert found["with"] < found["without"] / 5
         assert found["blocks with"] < found["blocks without"] / 20, "new signs each step alone give an eighth"
         assert found["after a NaN"] == 1
+        assert found["loaded"] == 0
 
 
 def test_stochastic_rounding_has_no_bias_where_nearest_has(results: list[dict[str, Any]]) -> None:
