@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxprec.runtime.controller import Controller
+from fxprec.runtime.optim.clipping import norms_of
 from fxprec.runtime.scaling.loss_scaling import LossScaleKeeper
 
 _UNTRACED = 'grad_scaling="dynamic" reads what the gradients are before it lets an optimizer step'
@@ -43,10 +45,21 @@ class StepSkipper:
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         own = [p for group in optimizer.param_groups for p in group["params"] if p in self._parameters]
-        if own and self._overflowed():
+        if own and self._is_spoilt(own):
             self.skipped += 1
             for p in own:
                 p.grad = None
+
+    def _is_spoilt(self, own: Sequence[torch.nn.Parameter]) -> bool:
+        """Return whether the step must be skipped, on all ranks alike; waits for the device.
+
+        What overflowed on one rank is unknown to the others, but the gradients that ranks exchange have its inf or NaN.
+        """
+        overflowed = self._overflowed()
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return overflowed
+        norms = norms_of([p.grad for p in own if p.grad is not None])
+        return not all(bool(norm.isfinite()) for norm in norms)
 
     def _overflowed(self) -> bool:
         """Return whether any gradient overflowed since the last step; waits for the device."""

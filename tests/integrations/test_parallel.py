@@ -248,3 +248,29 @@ def test_a_distributed_checkpoint_keeps_the_state_of_each_rank(tmp_path: Path) -
     first, second = run_ranks(WORLD, resumes, str(tmp_path))
     assert first["promoted"] != second["promoted"]
     assert (first["same"], second["same"]) == (True, True)
+
+
+def skips(rank: int, world: int) -> tuple[list[bool], int, Tensor]:
+    """Whether each step moved a compiled weight, the steps skipped, the weights; rank 0 overflows in step 1."""
+    model, moved = Net(), []
+    scaling = fxprec.LossScaling(initial=2.0**10, growth_interval=1000)
+    options = {"recipe": "fp16", "storage": "simulate", "lowering": "eager", "grad_scaling": scaling}
+    compile_layers(model, Block, options)
+    ddp = DistributedDataParallel(model)
+    weights = [*model.a.parameters(), *model.b.parameters()]
+    optimizer = torch.optim.SGD(weights, 0.1)
+    for step in range(3):
+        before = [p.detach().clone() for p in weights]
+        ddp(inputs(rank)).square().mean().mul(1e9 if step == 1 and rank == 0 else 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moved.append(any(not torch.equal(a, p) for a, p in zip(before, weights, strict=True)))
+    skipped = max(backend.skipped_steps for backend in backends_in(model).values())
+    return moved, skipped, torch.cat([p.detach().flatten() for p in weights])
+
+
+def test_ranks_skip_the_same_steps_under_a_dynamic_loss_scale() -> None:
+    first, second = run_ranks(WORLD, skips)
+    assert first[:2] == second[:2] == ([True, False, True], 1)
+    assert first[2].isfinite().all()
+    assert torch.equal(first[2], second[2])
