@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +29,7 @@ from fxprec.runtime.scaling.keeper import Keeper, casts_alike, largest_magnitude
 from fxprec.runtime.stats import SiteStats, StatsQueue, steps_late
 from fxprec.runtime.table import Formats, Latest, ScaleTable, TableState
 
+MAX_DEPARTURES = 100  # each has statistics of 200 steps, 40 KB
 _REMEDY = {
     True: "check the batch; the tensor is promoted now",
     False: "check the batch, or hold the module high with keep_high",
@@ -60,8 +62,8 @@ class Controller:
     latest_step: int = 0  # step of the latest statistics
     _refused: frozenset[int] = frozenset()  # sites never promoted again, because compiling with the promotion failed
     _held: Mapping[int, str] = field(default_factory=dict)  # formats in force instead of the plan's, by site
-    departures: list[Departure] = field(default_factory=list)
-    """The tensor that left its range first, one entry each time that an inf or a NaN appears."""
+    departures: deque[Departure] = field(default_factory=lambda: deque(maxlen=MAX_DEPARTURES))
+    """The tensor that left its range first, one entry each time that an inf or a NaN appears, the latest of them."""
     _error: NonfiniteError | None = None  # raised by the next `settle`
     _told_of: int | None = None  # first site that stored an inf or a NaN as a number in the latest statistics
 

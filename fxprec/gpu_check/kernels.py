@@ -117,7 +117,7 @@ def _codecs(ground: Ground) -> None:
         codec = codecs.codec(name)
         found, wanted = codec_triton.encode_values(x.to(ground.device), codec), codecs.encode_values(x, codec)
         same(f"codes, {name}", found, wanted)
-        same(f"values, {name}", codec_triton.decode_values(found, codec), codecs.decode_values(wanted, codec))
+        same(f"values, {name}", codecs.decode_values(found, codec), codecs.decode_values(wanted, codec))
 
 
 def _layers(ground: Ground) -> None:

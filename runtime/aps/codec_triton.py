@@ -1,6 +1,6 @@
-"""Run the 8-bit codecs as Triton kernels: binary search over the borders to encode, look-up to decode.
+"""Encode in the 8-bit codecs by a Triton kernel: binary search over the borders. Indexing by torch decodes.
 
-Source: Dettmers 2016, section 3.2. `fxprec.runtime.aps.codecs` defines the codes that the kernels return.
+Source: Dettmers 2016, section 3.2. `fxprec.runtime.aps.codecs` defines the codes that the kernel returns.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxprec.numerics import ahead
 from fxprec.runtime import on_device
-from fxprec.runtime.aps.codecs import Codec, decode_table, thresholds
+from fxprec.runtime.aps.codecs import Codec, thresholds
 
 _BLOCK = 1024
 _SEARCH_STEPS = 7  # 127 borders
@@ -37,16 +37,6 @@ def _encode_kernel(
     tl.store(out_ptr + at, (index | sign).to(tl.uint8), mask=inside)
 
 
-@triton.jit
-def _decode_kernel(
-    codes_ptr: tl.tensor, table_ptr: tl.tensor, out_ptr: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr
-) -> None:
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    code = tl.load(codes_ptr + at, mask=inside, other=0).to(tl.int32)
-    tl.store(out_ptr + at, tl.load(table_ptr + code), mask=inside)
-
-
 def encode_values(x: Tensor, c: Codec) -> Tensor:
     """Return codes (uint8, shape of `x`) of values in the table's range, as `codecs.encode_values`."""
     values = x.detach().to(torch.float32).contiguous()
@@ -59,22 +49,8 @@ def encode_values(x: Tensor, c: Codec) -> Tensor:
     return out
 
 
-def decode_values(codes: Tensor, c: Codec) -> Tensor:
-    """Return values (float32, shape of `codes`), as `codecs.decode_values`."""
-    source = codes.contiguous()
-    out = torch.empty(source.shape, dtype=torch.float32, device=codes.device)
-    if source.numel():
-        grid = (triton.cdiv(source.numel(), _BLOCK),)
-        table = decode_table(c, codes.device)
-        with on_device.current(codes.device):
-            _decode_kernel[grid](source, table, out, source.numel(), BLOCK=_BLOCK)
-    return out
-
-
-def compile_to_ptx(arch: int) -> tuple[str, str]:
-    """Return PTX of both kernels for an NVIDIA architecture (80, 89, 90, 100), without a GPU."""
+def compile_to_ptx(arch: int) -> str:
+    """Return PTX of the kernel for an NVIDIA architecture (80, 89, 90, 100), without a GPU."""
     pointers = {"x_ptr": "*fp32", "borders_ptr": "*fp32", "out_ptr": "*u8", "n": "i32"}
     encode = ahead.compile_for(_encode_kernel, pointers, {"BLOCK": _BLOCK, "STEPS": _SEARCH_STEPS}, arch)
-    pointers = {"codes_ptr": "*u8", "table_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32"}
-    decode = ahead.compile_for(_decode_kernel, pointers, {"BLOCK": _BLOCK}, arch)
-    return str(encode.asm["ptx"]), str(decode.asm["ptx"])
+    return str(encode.asm["ptx"])

@@ -167,7 +167,7 @@ def use_aps(model: nn.Module, state: APSState, *, parameters: str | BlockFormat 
     no FSDP2 module, if `keep_high` names only a part of one or nothing of this model, or if ranks gather differently;
     `FormatError` for a format without blocks.
     """
-    owners = {name or "model": m for name, m in model.named_modules() if _is_sharded(m)}
+    owners = {name or "model": m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
     if not owners:
         raise ConfigError("use_aps found no FSDP2 module; call fully_shard on the model first")
     if state.keeps_any and not any(state.keeps_high(p) for p in model.parameters()):
@@ -182,18 +182,13 @@ def use_aps(model: nn.Module, state: APSState, *, parameters: str | BlockFormat 
     if state.by_link is not None:
         state.by_link.sharded(every, gathers=parameters == "by link")
     for owner, shards in zip(low.values(), every, strict=True):
-        assert isinstance(owner, FSDPModule)
         owner.set_custom_reduce_scatter(APSReduceScatter(state, shards))
         if parameters is not None:
             owner.set_custom_all_gather(APSAllGather(state, shards, wire, owner))
     return len(low)
 
 
-def _is_sharded(module: object) -> bool:
-    return isinstance(module, FSDPModule)
-
-
-def _stays_high(owner: nn.Module, state: APSState) -> bool:
+def _stays_high(owner: FSDPModule, state: APSState) -> bool:
     kept = [state.keeps_high(p) for p in sharded_parameters(owner)]
     if any(kept) and not all(kept):
         raise ConfigError(

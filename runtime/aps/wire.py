@@ -6,10 +6,11 @@ or a codec are scaled before; a block format scales by itself.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,24 +29,26 @@ _BLOCK = 1 << 15  # elements: 128 KiB of float32
 MAX_TOP_EXPONENT = 100  # leaves float32 room for a sum over 2^27 ranks
 
 
-class Wire(Protocol):
+@dataclass(frozen=True)
+class Wire(ABC):
     """An encoder and decoder of one kind of code."""
+
+    kind: Format | Codec | BlockFormat
 
     @property
     def name(self) -> str:
         """Return the name of the format or codec."""
+        return self.kind.name
 
     @property
     def block(self) -> int:
         """Return how many elements are coded together: 1, or those that share a scale."""
+        return 1
 
     @property
     def code_bytes(self) -> int:
         """Return the bytes of one block's codes; 1 or 2 if a block is one element."""
-
-    @property
-    def kind(self) -> Format | Codec | BlockFormat:
-        """Return the format or codec of the codes."""
+        return 1
 
     @property
     def top(self) -> int:
@@ -53,13 +56,16 @@ class Wire(Protocol):
 
         A wire of blocks larger than 1 takes layers unscaled.
         """
+        return 0
 
+    @abstractmethod
     def encode(self, values: Tensor, *, generator: torch.Generator | None = None, bounded: bool = False) -> Tensor:
         """Return the bytes (uint8, n * code_bytes) of float32 values (n,).
 
         With a `generator`, rounding is stochastic; `bounded` promises magnitudes of at most 2^top.
         """
 
+    @abstractmethod
     def decode(self, codes: Tensor, *, bounded: bool = False) -> Tensor:
         """Return float32 values (n,) of bytes (n * code_bytes,); `bounded` codes come from a `bounded` encoding."""
 
@@ -75,164 +81,103 @@ _NATIVE: dict[tuple[int, int], tuple[torch.dtype, int]] = {
 
 
 @dataclass(frozen=True)
-class FloatWire:
+class FloatWire(Wire):
     """Codes of a number format of at most 16 bits."""
 
-    fmt: Format
+    kind: Format
 
     def __post_init__(self) -> None:
-        if self.fmt.bits > 16:
+        if self.kind.bits > 16:
             raise FormatError(
-                f"format {self.fmt.name} has {self.fmt.bits} bits; gradients are sent in codes of at most 16: choose "
+                f"format {self.kind.name} has {self.kind.bits} bits; gradients are sent in codes of at most 16: choose "
                 "a narrower format, or leave the hook out"
             )
 
     @property
-    def kind(self) -> Format:
-        """Return the format."""
-        return self.fmt
-
-    @property
-    def name(self) -> str:
-        """Return the name of the format."""
-        return self.fmt.name
-
-    @property
-    def block(self) -> int:
-        """Return 1."""
-        return 1
-
-    @property
     def code_bytes(self) -> int:
-        """Return 1 up to 8 bits, else 2."""
-        return 1 if self.fmt.bits <= 8 else 2
+        return 1 if self.kind.bits <= 8 else 2
 
     @cached_property
     def top(self) -> int:
         """Return the paper's e_max for IEEE-like formats, at most what torch's own cast of these widths represents."""
-        native = _NATIVE.get((self.fmt.exponent_bits, self.fmt.mantissa_bits))
-        limit = MAX_TOP_EXPONENT if native is None else min(MAX_TOP_EXPONENT, native[1] - self.fmt.bias)
-        return min(self.fmt.max_exponent, limit)
+        native = _NATIVE.get((self.kind.exponent_bits, self.kind.mantissa_bits))
+        limit = MAX_TOP_EXPONENT if native is None else min(MAX_TOP_EXPONENT, native[1] - self.kind.bias)
+        return min(self.kind.max_exponent, limit)
 
     @cached_property
     def _cast(self) -> torch.dtype | None:
         """Return torch's dtype whose codes agree for magnitudes of at most 2^top, or None."""
-        native = _NATIVE.get((self.fmt.exponent_bits, self.fmt.mantissa_bits))
-        return None if native is None or abs(self.fmt.bias) > MAX_TOP_EXPONENT else native[0]
+        native = _NATIVE.get((self.kind.exponent_bits, self.kind.mantissa_bits))
+        return None if native is None or abs(self.kind.bias) > MAX_TOP_EXPONENT else native[0]
 
     def encode(self, values: Tensor, *, generator: torch.Generator | None = None, bounded: bool = False) -> Tensor:
-        """See `Wire.encode`."""
         if generator is None and bounded and self._cast is not None:
-            shifted = values if self.fmt.bias == 0 else values * 2.0**self.fmt.bias
+            shifted = values if self.kind.bias == 0 else values * 2.0**self.kind.bias
             return shifted.to(self._cast).view(torch.uint8)
-        return _in_blocks(partial(_encode, fmt=self.fmt, generator=generator), values).view(torch.uint8)
+        return _in_blocks(partial(_encode, fmt=self.kind, generator=generator), values).view(torch.uint8)
 
     def decode(self, codes: Tensor, *, bounded: bool = False) -> Tensor:
-        """See `Wire.decode`."""
-        if self.fmt.torch_dtype is not None:
-            return codes.view(self.fmt.torch_dtype).to(torch.float32)
+        if self.kind.torch_dtype is not None:
+            return codes.view(self.kind.torch_dtype).to(torch.float32)
         if bounded and self._cast is not None:
             values = codes.view(self._cast).to(torch.float32)
-            return values if self.fmt.bias == 0 else values.mul_(2.0**-self.fmt.bias)
-        return _in_blocks(partial(rounding.decode, fmt=self.fmt), codes.view(self.fmt.code_dtype))
+            return values if self.kind.bias == 0 else values.mul_(2.0**-self.kind.bias)
+        return _in_blocks(partial(rounding.decode, fmt=self.kind), codes.view(self.kind.code_dtype))
 
 
 @dataclass(frozen=True)
-class TableWire:
-    """Codes of an 8-bit codec, for values that are scaled to at most 1."""
+class TableWire(Wire):
+    """Codes of an 8-bit codec, for values that are scaled to at most 1.
 
-    codec: Codec
+    A static tree ends at 0.966, so values above saturate, by under 4 %.
+    """
 
-    @property
-    def kind(self) -> Codec:
-        """Return the codec."""
-        return self.codec
-
-    @property
-    def name(self) -> str:
-        """Return the name of the codec."""
-        return self.codec.name
-
-    @property
-    def block(self) -> int:
-        """Return 1."""
-        return 1
-
-    @property
-    def code_bytes(self) -> int:
-        """Return 1."""
-        return 1
-
-    @property
-    def top(self) -> int:
-        """Return 0: values are at most 1. A static tree ends at 0.966, so values above saturate, by under 4 %."""
-        return 0
+    kind: Codec
 
     def encode(self, values: Tensor, *, generator: torch.Generator | None = None, bounded: bool = False) -> Tensor:
-        """See `Wire.encode`."""
         if generator is not None:
             uniform = torch.rand(values.shape, generator=generator, dtype=torch.float32, device=values.device)
-            return encode_values(values, self.codec, uniform)
+            return encode_values(values, self.kind, uniform)
         if values.is_cuda:
             from fxprec.runtime.aps import codec_triton
 
-            return codec_triton.encode_values(values, self.codec)
-        return encode_values(values, self.codec)
+            return codec_triton.encode_values(values, self.kind)
+        return encode_values(values, self.kind)
 
     def decode(self, codes: Tensor, *, bounded: bool = False) -> Tensor:
-        """See `Wire.decode`."""
-        return decode_values(codes, self.codec)
+        return decode_values(codes, self.kind)
 
 
 @dataclass(frozen=True)
-class BlockWire:
+class BlockWire(Wire):
     """Records of a block format: each block's scale, then its codes."""
 
-    fmt: BlockFormat
+    kind: BlockFormat
 
     def __post_init__(self) -> None:
-        if self.fmt.tensor_scale:
+        if self.kind.tensor_scale:
             raise FormatError(
-                f"{self.fmt.name} has one scale for the whole tensor, which the parts of a bucket cannot share; use a "
+                f"{self.kind.name} has one scale for the whole tensor, which the parts of a bucket cannot share; use a "
                 "block format without one, such as '1-2-1/256:e8m0'"
             )
 
     @property
-    def kind(self) -> BlockFormat:
-        """Return the block format."""
-        return self.fmt
-
-    @property
-    def name(self) -> str:
-        """Return the name of the block format."""
-        return self.fmt.name
-
-    @property
     def block(self) -> int:
-        """Return the elements of a block."""
-        return self.fmt.block
+        return self.kind.block
 
     @property
     def code_bytes(self) -> int:
-        """Return the bytes of a record."""
-        return self.fmt.head_bytes + self.fmt.code_bytes
-
-    @property
-    def top(self) -> int:
-        """Return 0; blocks have scales of their own."""
-        return 0
+        return self.kind.head_bytes + self.kind.code_bytes
 
     def encode(self, values: Tensor, *, generator: torch.Generator | None = None, bounded: bool = False) -> Tensor:
-        """See `Wire.encode`; `values` are whole blocks."""
         seed = None if generator is None else drawn_seed(values.device, generator)
         store = cpu_blocks.store_blocks if kernels.usable(values) else block_codec.stored
-        return store(values, seed, None, 0, self.fmt.name).view(-1)
+        return store(values, seed, None, 0, self.kind.name).view(-1)
 
     def decode(self, codes: Tensor, *, bounded: bool = False) -> Tensor:
-        """See `Wire.decode`."""
         count = codes.numel() // self.code_bytes * self.block
         load = cpu_blocks.load_blocks if kernels.usable(codes) else block_codec.loaded
-        return load(codes.view(-1, self.code_bytes), None, 0, self.fmt.name, count, torch.float32)
+        return load(codes.view(-1, self.code_bytes), None, 0, self.kind.name, count, torch.float32)
 
 
 def num_bytes(wire: Wire, elements: int) -> int:

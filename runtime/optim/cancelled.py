@@ -45,21 +45,19 @@ Counts: TypeAlias = dict[tuple[int, int], Tensor]
 
 @dataclass
 class History:
-    """Records of the counts after every so many steps, copied on their device and read later."""
+    """What was counted in every so many steps, kept on the device and read later."""
 
     step: int = 0
     _at: list[tuple[int, Counts]] = field(default_factory=list)
-    _from: list[Counts] = field(default_factory=list)  # counts before each record, subtracted when it is read
     _base: Counts = field(default_factory=dict)
+    """The counts at the last record, or since they were reset."""
 
     def note(self, counts: Counts, every: int) -> None:
-        """Count a step; keep a copy at each multiple of ``every``."""
+        """Count a step; keep what is new at each multiple of ``every``."""
         self.step += 1
         if self.step % every == 0:
-            copied = {key: c.clone() for key, c in counts.items()}
-            self._at.append((self.step, copied))
-            self._from.append(self._base)
-            self._base = copied
+            base, self._base = self._base, {key: c.clone() for key, c in counts.items()}
+            self._at.append((self.step, {key: c - base[key] if key in base else c for key, c in self._base.items()}))
 
     def begin_again(self) -> None:
         """Note that the counts were reset to zero."""
@@ -67,11 +65,7 @@ class History:
 
     def read(self) -> list[tuple[int, dict[tuple[int, int], tuple[int, int]]]]:
         """Return each record's step and what was counted since the record before."""
-        found = []
-        for (step, counts), base in zip(self._at, self._from, strict=True):
-            new = {key: c - base[key] if key in base else c for key, c in counts.items()}
-            found.append((step, {key: (int(c[0]), int(c[1])) for key, c in new.items()}))
-        return found
+        return [(step, {key: (int(c[0]), int(c[1])) for key, c in counts.items()}) for step, counts in self._at]
 
 
 def by_layer(rows: Sequence[CancelledRow]) -> list[CancelledRow]:

@@ -41,11 +41,11 @@ def count_exponents(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 def _row(bits: torch.Tensor, counted: torch.Tensor, border: int) -> torch.Tensor:
     index = (bits - border) >> _EXPONENT
+    empty = torch.zeros(HISTOGRAM_BINS, dtype=torch.float64, device=bits.device)
     if not index.numel():
-        return torch.zeros(HISTOGRAM_BINS, dtype=torch.float64, device=bits.device)
+        return empty
     top = torch.where(counted, index, -1).max()
     bins = (index - top + HISTOGRAM_BINS - 1).clamp(0, HISTOGRAM_BINS - 1).to(torch.int64)
-    empty = torch.zeros(HISTOGRAM_BINS, dtype=torch.float64, device=bits.device)
     return empty.scatter_add_(0, bins, counted.to(torch.float64))  # float32 counts to 2^24
 
 

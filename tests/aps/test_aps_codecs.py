@@ -108,7 +108,7 @@ def test_an_unknown_codec_is_an_error_with_the_nearest_name() -> None:
 
 @interpreted
 @pytest.mark.parametrize("name", NAMES)
-def test_triton_kernels_give_the_same_codes(name: str) -> None:
+def test_the_triton_kernel_gives_the_same_codes(name: str) -> None:
     from fxprec.runtime.aps import codec_triton
 
     g = torch.Generator().manual_seed(3)
@@ -117,9 +117,7 @@ def test_triton_kernels_give_the_same_codes(name: str) -> None:
         [torch.rand(999, generator=g) - 0.5, torch.tensor(c.magnitudes), codecs.thresholds(c, torch.device("cpu"))]
     )
     x = torch.cat([x, -x, torch.tensor([torch.nan, torch.inf, 0.0, -0.0])])
-    codes = codec_triton.encode_values(x, c)
-    assert torch.equal(codes, codecs.encode_values(x, c))
-    assert torch.equal(codec_triton.decode_values(codes, c), codecs.decode_values(codes, c))
+    assert torch.equal(codec_triton.encode_values(x, c), codecs.encode_values(x, c))
 
 
 def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:
@@ -127,8 +125,8 @@ def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:
 
 
 @pytest.mark.parametrize("arch", [80, 90, *(pytest.param(arch, marks=pytest.mark.full) for arch in (89, 100))])
-def test_triton_kernels_compile_for_every_architecture(arch: int) -> None:
+def test_the_triton_kernel_compiles_for_every_architecture(arch: int) -> None:
     pytest.importorskip("triton")
     from fxprec.runtime.aps import codec_triton
 
-    assert all("ld.global" in ptx for ptx in codec_triton.compile_to_ptx(arch))
+    assert "ld.global" in codec_triton.compile_to_ptx(arch)

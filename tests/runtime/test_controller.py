@@ -15,8 +15,8 @@ from fxprec.ir import symbolic
 from fxprec.numerics.stats import finish
 from fxprec.plan import Group, KindCounts, Plan, Site
 from fxprec.plan.scales import Cast, ScaleGraph
-from fxprec.runtime.controller import Controller, Rules
-from fxprec.runtime.nonfinite import NonfiniteWatch
+from fxprec.runtime.controller import MAX_DEPARTURES, Controller, Rules
+from fxprec.runtime.nonfinite import Nonfinite, NonfiniteWatch
 from fxprec.runtime.scaling.keeper import ScaleKeeper
 from fxprec.runtime.stats import STEPS_LATE, SiteStats
 from fxprec.runtime.table import Latest
@@ -244,6 +244,16 @@ def test_events_stay_bounded_and_promotions_are_kept(monkeypatch) -> None:
     assert len(it.events) == 100
     assert it.events[0].kind == "promotion"
     assert it.events[-1].step > 190
+
+
+def test_the_latest_departures_are_kept() -> None:
+    it = controller()
+    it.nonfinite = Nonfinite(NonfiniteWatch(gradients=True), None)
+    for _ in range(MAX_DEPARTURES + 2):
+        for amax in (1.0, math.inf):
+            feed(it, GRADIENT, amax=amax)
+    assert len(it.departures) == MAX_DEPARTURES
+    assert it.departures[-1].seen_at == it.step - 1
 
 
 def test_a_state_round_trip_decides_the_same() -> None:
