@@ -48,8 +48,10 @@ class InBackward:
 
     def before_backward(self, parameters: Sequence[Parameter]) -> None:
         """Raise `GradientError`, before anything is changed, if stepping a parameter in backward would be wrong."""
+        for optimizer in self.optimizers:
+            optimizer.forget_positions()
         world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        if any(
+        if any(optimizer.clips_by_this_step for optimizer in self.optimizers) and any(
             self.optimizers.holder_of(parameter).clips_by_this_step and not self.optimizers.sums_gradients(parameter)
             for parameter in parameters
         ):

@@ -140,16 +140,22 @@ class Stepper(Optimizer):
             self._clipping.see([param], [gradient])
         self._step_batch(rule, group, self._batch(rule, group, [at.index], gradient), at.number - at.index)
 
+    def forget_positions(self) -> None:
+        """Number the parameters anew: users may have changed a group's list."""
+        self.__dict__.pop("_positions", None)
+
     def position_of(self, param: Tensor) -> _Position | None:
         """Return the position of a parameter in the param groups, or None if no group has it."""
-        known: tuple[list[int], dict[Tensor, _Position]] = self.__dict__.get("_positions", ([], {}))
-        held = [group["params"] for group in self.param_groups]
-        sizes, at = list(map(len, held)), known[1].get(param)
-        if sizes == known[0] and at is not None and held[at.group][at.index] is param:
-            return at
+        known: dict[Tensor, _Position] = self.__dict__.get("_positions", {})
+        at, groups = known.get(param), self.param_groups
+        if at is not None and at.group < len(groups):
+            params = groups[at.group]["params"]
+            if at.index < len(params) and params[at.index] is param:
+                return at
         numbers = count()
-        found = {p: _Position(g, i, next(numbers)) for g, params in enumerate(held) for i, p in enumerate(params)}
-        self.__dict__["_positions"] = sizes, found
+        self.__dict__["_positions"] = found = {
+            p: _Position(g, i, next(numbers)) for g, group in enumerate(groups) for i, p in enumerate(group["params"])
+        }
         return found.get(param)
 
     def _step_group(self, position: int, group: dict[str, Any], first: int) -> None:

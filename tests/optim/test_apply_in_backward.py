@@ -6,7 +6,7 @@ import copy
 import io
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -348,16 +348,40 @@ def test_the_gradient_of_a_residual_stream_waits_as_one_sum() -> None:
     assert "replanned" not in {event.kind for event in fxprec.backend_of(run).events}
 
 
-def test_a_parameter_is_found_where_groups_are_changed():
+def test_a_parameter_is_found_where_groups_are_changed() -> None:
     a, b, c, d = (nn.Parameter(torch.zeros(2)) for _ in range(4))
     optimizer = fxprec.optim.SGD([{"params": [a, b]}, {"params": [c]}], lr=0.1)
+    binding = InBackward(optimizer)
 
-    def where(parameter: nn.Parameter) -> tuple[int, int, int] | None:
-        found = optimizer.position_of(parameter)
-        return None if found is None else (found.group, found.index, found.number)
+    def where(*parameters: nn.Parameter) -> list[tuple[int, int, int] | None]:
+        binding.before_backward(())
+        found = map(optimizer.position_of, parameters)
+        return [None if at is None else (at.group, at.index, at.number) for at in found]
 
-    assert [where(p) for p in (a, b, c, d)] == [(0, 0, 0), (0, 1, 1), (1, 0, 2), None]
+    assert where(a, b, c, d) == [(0, 0, 0), (0, 1, 1), (1, 0, 2), None]
     optimizer.param_groups[0]["params"].pop(0)
-    assert [where(p) for p in (c, b, a)] == [(1, 0, 1), (0, 0, 0), None]
+    assert where(c, b, a) == [(1, 0, 1), (0, 0, 0), None]
     optimizer.param_groups[1]["params"][0] = d
-    assert [where(p) for p in (c, d)] == [None, (1, 0, 1)]
+    assert where(c, d) == [None, (1, 0, 1)]
+
+
+def test_one_search_of_the_groups_finds_all_parameters_of_a_backward_pass() -> None:
+    """A group for each layer is usual: to look at all groups for each parameter would be quadratic."""
+
+    class Counted(list[Any]):
+        searches = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.searches += 1
+            return super().__iter__()
+
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(20)]
+    optimizer = fxprec.optim.SGD([{"params": [p]} for p in parameters], lr=0.1)
+    binding = InBackward(optimizer)
+    binding.take({f"p{i}": p for i, p in enumerate(parameters)})
+    optimizer.param_groups = groups = Counted(optimizer.param_groups)
+    binding.before_backward(parameters)
+    for parameter in parameters:
+        assert not binding.optimizers.sums_gradients(parameter)
+        binding.optimizers.holder_of(parameter).step_one(parameter, torch.ones(2))
+    assert groups.searches <= 3
