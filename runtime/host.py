@@ -24,10 +24,10 @@ class Lane:
 
     @classmethod
     def of(cls, device: torch.device) -> Lane:
-        """Return the lane of a device."""
+        """Return the lane of a device, the same for all threads."""
         if device not in _lanes:
             stream = torch.cuda.Stream(device)
-            _lanes[device] = cls(device, stream, PinnedPool(device, stream))
+            _lanes.setdefault(device, cls(device, stream, PinnedPool(device, stream)))
         return _lanes[device]
 
     def send(self, x: torch.Tensor) -> torch.Tensor:

@@ -187,28 +187,30 @@ class StatsQueue:
             self._steps.clear()
 
     def state(self) -> list[dict[str, Any]]:
-        """Return pending statistics as plain JSON data; waits for the device. Non-finite numbers become strings."""
+        """Return pending statistics as plain JSON data; waits for the device."""
         with self._lock:
             steps = [replace(step, pushes=[*step.pushes]) for step in self._steps]
-        return [{"step": step.number, "statistics": [_plain(stats) for stats in step.read()]} for step in steps]
+        return [{"step": step.number, "statistics": [to_plain(stats) for stats in step.read()]} for step in steps]
 
     def load(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Replace the pending statistics by a result of `state`."""
         steps = []
         for saved in state:
-            found = tuple(_from_plain(stats) for stats in saved["statistics"])
+            found = tuple(from_plain(stats) for stats in saved["statistics"])
             nothing = torch.empty(0, dtype=torch.int32, device="cpu")
             steps.append(_Step(saved["step"], [_Push((), (), nothing, None, found)]))
         with self._lock:
             self._steps = deque(steps)
 
 
-def _plain(stats: SiteStats) -> dict[str, Any]:
+def to_plain(stats: SiteStats) -> dict[str, Any]:
+    """Return statistics as plain JSON data. Non-finite numbers become strings."""
     found = {**stats._asdict(), "counts": list(stats.counts)}
     return {key: str(x) if isinstance(x, float) and not math.isfinite(x) else x for key, x in found.items()}
 
 
-def _from_plain(stats: Mapping[str, Any]) -> SiteStats:
+def from_plain(stats: Mapping[str, Any]) -> SiteStats:
+    """Return the statistics that `to_plain` returned as data."""
     numbers: dict[str, Any] = {key: float(x) if isinstance(x, str) else x for key, x in stats.items()}
     return SiteStats(**{**numbers, "counts": tuple(stats["counts"])})
 

@@ -233,6 +233,21 @@ def test_memory_that_cannot_be_pinned_is_said_in_one_line(gpu: Gpu, lane: Lane) 
     assert lane.pool.blocks == {}
 
 
+def test_threads_that_offload_first_at_the_same_time_share_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, others = torch.device("cuda", 0), []
+
+    def stream(_: torch.device) -> SimpleNamespace:
+        """Make a stream; meanwhile another thread asks for the lane."""
+        if not others:
+            others.append(None)
+            others[:] = [Lane.of(device)]
+        return SimpleNamespace()
+
+    monkeypatch.setattr(host, "_lanes", {})
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    assert Lane.of(device) is others[0]
+
+
 def test_on_a_cpu_there_are_no_streams() -> None:
     x = torch.randn(8, 4).T
     waiting = torch.ops.fxprec.offload(x)

@@ -116,7 +116,8 @@ def choose(problem: Problem) -> LinkPlan:
     least_left = np.cumsum([min(_error(problem, i, w) for w in problem.widths) for i in reversed(items)])[::-1]
     if items and least_left[0] > problem.budget:
         raise BudgetError(
-            f"error_budget={problem.budget:.3g} cannot be met: the widest of {_all_bits(problem)} bits "
+            f"error_budget={problem.budget:.3g} cannot be met: the widest of "
+            f"{list(dict.fromkeys(width.bits for width in problem.widths))} bits "
             f"loses {least_left[0]:.3g}; give a larger budget or a wider width"
         )
     states, trail = States.start(), []
@@ -133,10 +134,6 @@ def choose(problem: Problem) -> LinkPlan:
     plans = [_run(problem, items, _way(trail, last)), *one_width]
     ranks = _ranks(problem, np.array([p.end for p in plans]), np.array([p.error for p in plans]), soonest)
     return min(zip(ranks, (p.bytes_sent for p in plans), range(len(plans)), plans, strict=True))[-1]
-
-
-def _all_bits(problem: Problem) -> list[int]:
-    return list(dict.fromkeys(width.bits for width in problem.widths))
 
 
 def _ranks(problem: Problem, ends: Floats, errors: Floats, soonest: float) -> list[float]:

@@ -42,9 +42,6 @@ class _Copy:
     """The step at which the copy was found to be 0 at all scales."""
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
-    def exp_at(self, step: int) -> int:
-        return self.exp if step >= self.since else self.was
-
     def note(self, stats: SiteStats, step: int, at_once_above: float) -> None:
         """Choose the exponent of later steps, if the statistics were taken under the present one."""
         if step < self.since or not math.isfinite(stats.amax):
@@ -60,12 +57,9 @@ class _Copy:
         elif stats.underflow_ratio != 0:  # 0: the tensor itself is all zero; NaN: not known
             self.exp = self._searched(step)
 
-    def _top(self) -> int:
-        return floor_log2(self.format.largest)
-
     def _fitting(self, amax: float) -> int:
         """Return the exponent that leaves the largest magnitude `HEADROOM_EXP` binades to grow."""
-        return self._top() - HEADROOM_EXP - floor_log2(amax)
+        return floor_log2(self.format.largest) - HEADROOM_EXP - floor_log2(amax)
 
     def _settled(self, amax: float) -> int:
         """Return the present exponent if it still fits, else one that fits; 0 if ``amax`` needs none.
@@ -113,7 +107,8 @@ class CopyScales:
 
     def was_scaled(self, row: int, step: int) -> bool:
         """Return whether a row had a scale in that step."""
-        return row in self._by_row and self._by_row[row].exp_at(step) > 0
+        copy = self._by_row.get(row)
+        return copy is not None and (copy.exp if step >= copy.since else copy.was) > 0
 
     def note(self, stats: SiteStats, step: int, now: int) -> tuple[int, int] | None:
         """Take a row's statistics of a step; return (old, new) exponent if step ``now`` changes it, else None."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxprec.runtime.stats import SiteStats
+from fxprec.runtime.stats import SiteStats, from_plain, to_plain
 
 # Consecutive steps of gross underflow after which the largest magnitude since the last refresh is forgotten.
 PATIENCE = 8
@@ -86,7 +86,7 @@ def to_state(records: Mapping[int, Record]) -> dict[str, Any]:
 
     measured = (stats for row in rows if (stats := records[row].measured) is not None)
     return {
-        "measured": [{**stats._asdict(), "counts": list(stats.counts)} for stats in measured],
+        "measured": [to_plain(stats) for stats in measured],
         "amax": by_row(lambda r: r.amax),
         "margins": by_row(lambda r: r.margin or None),
         "saturating": by_row(lambda r: r.saturating),
@@ -105,12 +105,11 @@ def from_state(state: Mapping[str, Any]) -> dict[int, Record]:
         return records.setdefault(int(str(row)), Record())
 
     for stats in state["measured"]:
-        record(stats["site"]).measured = SiteStats(**{**stats, "counts": tuple(stats["counts"])})
-    for key, name in (("amax", "amax"), ("margins", "margin"), ("saturating", "saturating"), ("clipped", "clipped")):
+        record(stats["site"]).measured = from_plain(stats)
+    fields = {"amax": "amax", "margins": "margin", "saturating": "saturating", "clipped": "clipped", "small": "small"}
+    for key, name in fields.items():
         for row, value in state.get(key, {}).items():
             setattr(record(row), name, value)
-    for row, value in state.get("small", {}).items():
-        record(row).small = value
     for row, values in state.get("recent", {}).items():
         record(row).recent.extend(values)
     for row in state["fresh"]:
