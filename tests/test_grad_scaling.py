@@ -7,12 +7,15 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import compiled, eager_backend
+from helpers import compiled, eager_backend, one_rank
 from scaled_models import TINY, data, grads, mlp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 import fxprec
 from fxprec import GradScaling, LossScaling
+from fxprec.errors import FxprecWarning
 from fxprec.runtime.scaling.keeper import PATIENCE
 
 STEPS = 200
@@ -343,6 +346,19 @@ def test_an_overflow_of_any_backward_pass_skips_the_step_of_all() -> None:
         assert any(moved) == (step != 1)
         assert all(p.isfinite().all() for p in model.parameters())
     assert backend.skipped_steps == len(optimizers)
+
+
+def test_an_overflow_is_told_where_the_optimizer_steps_shards() -> None:
+    """FSDP2 gives graphs gathered parameters, and the optimizer its shards: the two have no tensor in common."""
+    model = mlp()
+    backend = eager_backend("fp16", storage="simulate", grad_scaling=LossScaling(initial=2.0**40))
+    x, y = data()
+    F.mse_loss(compiled(model, backend)(x), y).backward()
+    with one_rank():
+        shard = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,))))
+        shard.grad = torch.ones_like(shard)
+        with pytest.warns(FxprecWarning, match="step is not skipped: it steps shards .* take grad_scaling='auto'"):
+            torch.optim.SGD([shard], 0.1).step()
 
 
 def test_a_step_that_may_not_break_is_told_why_it_does() -> None:

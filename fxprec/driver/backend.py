@@ -87,7 +87,7 @@ class Backend(Watched):
         self._losses = LossWatch()
         scaling = self._settings.grad_scaling
         is_dynamic = isinstance(scaling, LossScaling) and scaling.dynamic
-        self._skips = StepSkipper(self._controllers) if is_dynamic else None
+        self._skips = StepSkipper(self._controllers, self._log.tell) if is_dynamic else None
         given = None if self.config.plan is None else as_edited(Plan.load(self.config.plan))
         self._model = Model(self._settings, given, self._skips, dump or DumpFolder.of(self.config), recorder)
         if optimizer is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -15,7 +16,12 @@ from fxprec.runtime.controller import Controller
 from fxprec.runtime.optim.clipping import norms_of
 from fxprec.runtime.scaling.loss_scaling import LossScaleKeeper
 
-_UNTRACED = 'grad_scaling="dynamic" reads what the gradients are before it lets an optimizer step'
+OPTION = 'grad_scaling="dynamic"'
+_SHARDS = (
+    "a gradient overflowed, and the optimizer's step is not skipped: it steps shards (FSDP2), and which model they "
+    "belong to is unknown; take grad_scaling='auto', whose scales need no skipped steps, or DDP"
+)
+_UNTRACED = f"{OPTION} reads what the gradients are before it lets an optimizer step"
 
 
 class StepSkipper:
@@ -23,12 +29,16 @@ class StepSkipper:
 
     A dynamic loss scale grows until gradients overflow; then the step is skipped (Micikevicius et al. 2018). The hook
     runs before every optimizer's step. It sets the gradients of the graphs' parameters to None, and an optimizer passes
-    over parameters without a gradient.
+    over parameters without a gradient. ``tell(what, detail)`` warns once.
     """
 
-    def __init__(self, controllers: Callable[[], Sequence[Controller]]) -> None:
+    def __init__(
+        self,
+        controllers: Callable[[], Sequence[Controller]],
+        tell: Callable[[str, str], None] = lambda what, detail: None,
+    ) -> None:
         self.skipped = 0  # optimizer steps
-        self._controllers = controllers
+        self._controllers, self._tell = controllers, tell
         self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
         me = weakref.ref(self)
 
@@ -44,11 +54,14 @@ class StepSkipper:
         self._parameters.update((a, None) for a in args if isinstance(a, torch.nn.Parameter))
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        own = [p for group in optimizer.param_groups for p in group["params"] if p in self._parameters]
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        own = [p for p in stepped if p in self._parameters]
         if own and self._is_spoilt(own):
             self.skipped += 1
             for p in own:
                 p.grad = None
+        elif not own and any(isinstance(p, DTensor) for p in stepped) and self._overflowed():
+            self._tell(OPTION, _SHARDS)
 
     def _is_spoilt(self, own: Sequence[torch.nn.Parameter]) -> bool:
         """Return whether the step must be skipped, on all ranks alike; waits for the device.
