@@ -88,18 +88,6 @@ OPTIONS: Sequence[Case] = (
         recipe="hfp8",
         storage="native",
     ),
-    option("unknown compute 'hihg'; did you mean 'high'?; allowed: 'high', or None", compute="hihg"),
-    option(
-        "compute='stored' was removed: with native and packed storage operators read unrounded values, and only the "
-        "copies saved for backward are rounded; leave compute out, or use storage='simulate'",
-        compute="stored",
-    ),
-    option(
-        "compute='high' gives operators unrounded values, and storage='simulate' gives them rounded ones; leave "
-        "compute out",
-        compute="high",
-        storage="simulate",
-    ),
     option(
         "unknown policy 'sise'; did you mean 'size'?; allowed: 'size', 'size-ascending', 'random', 'uniform', "
         "'operator', 'operator-io', 'exact', or a function f(tensors, config)",

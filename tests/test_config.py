@@ -85,24 +85,6 @@ def test_the_default_ratio_applies_only_where_something_can_be_low():
     assert Settings.of(Config(recipe="fp8", low_ratio=0)).low_ratio == 0.0
 
 
-def test_compute_high_is_what_real_storage_does_and_no_option_any_more(recwarn):
-    config = Config(recipe="fp8", compute="high")
-    assert config == Config(recipe="fp8") == Config.from_options({"recipe": "fp8", "compute": "high"})
-    assert "compute" not in config.to_dict()
-    assert dataclasses.replace(config, seed=1).compute is None
-    assert pickle.loads(pickle.dumps(config)) == config
-    assert not recwarn.list
-
-
-def test_compute_stored_of_a_pickle_is_refused_in_words():
-    """A config of an earlier version has ``compute`` among its fields."""
-    old = Config.__new__(Config)
-    with pytest.raises(ConfigError, match=r"^compute='stored' was removed: .*use storage='simulate'.*$"):
-        old.__setstate__({**vars(Config(recipe="fp8")), "compute": "stored"})
-    old.__setstate__({**vars(Config(recipe="fp8")), "compute": "high"})
-    assert old == Config(recipe="fp8")
-
-
 @pytest.mark.parametrize(
     ("options", "changes"),
     [

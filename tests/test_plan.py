@@ -153,15 +153,6 @@ def test_later_additions_may_be_left_out_of_a_file(tmp_path):
     assert Plan.load(path).formats == small_plan().formats
 
 
-def test_what_earlier_versions_wrote_and_nothing_reads_is_passed_over(tmp_path):
-    data = small_plan().to_dict()
-    for row in data["sites"]:
-        row["stats"] = True
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(data))
-    assert Plan.load(path) == small_plan()
-
-
 def test_saving_replaces_the_file_whole_and_leaves_nothing_beside_it(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text("old")

@@ -178,45 +178,12 @@ def test_a_format_without_a_dtype_is_refused_in_native_storage(saved: Data, foll
         plan_of(plan=str(path), storage="native")
 
 
-@pytest.mark.parametrize("said", [True, False])
-def test_a_plan_in_which_every_reader_gets_the_stored_value_is_refused(
-    saved: Data, followed: Any, said: bool, tmp_path: Path
-) -> None:
-    """Of an earlier version, or of one from before plan files had ``compute``."""
-
-    def stored(data: Data) -> None:
-        data["compute"] = "stored"
-        if not said:
-            del data["compute"]
-
-    words = r"compute: is 'stored' \(also where a file leaves it out\): .*; plan again: .*storage='simulate'[^\n]*$"
-    with pytest.raises(fxprec.PlanError, match=words):
-        followed(stored)
-    data = dict(saved)
-    stored(data)
-    with pytest.raises(fxprec.PlanError, match=words):
-        fxprec.Plan.from_dict(data)
-    with pytest.raises(fxprec.PlanError, match=r"compute: is 'low'; it must be one of 'high', 'stored'"):
-        fxprec.Plan.from_dict({**saved, "compute": "low"})
-
-
-def test_a_saved_state_in_which_every_reader_gets_the_stored_value_is_refused() -> None:
-    backend = eager_backend("native", recipe="fp8", low_ratio=0.6)
-    torch.compile(mlp(), backend=backend)(torch.randn(4, 16)).sum().backward()
-    state = backend.state_dict()
-    old = {**state, "graphs": state["graphs"].replace('"compute": "high"', '"compute": "stored"')}
-    assert old != state
-    with pytest.raises(fxprec.PlanError, match=r"compute: is 'stored' .*; plan again"):
-        eager_backend("native", recipe="fp8", low_ratio=0.6).load_state_dict(old)
-
-
-def test_a_plan_brings_its_compute_and_who_reads_what(saved: Data, followed: Any) -> None:
-    assert (saved["compute"], {s["reads"] for s in saved["sites"]}) == ("high", {"backward", "all"})
+def test_a_plan_brings_who_reads_what(saved: Data, followed: Any) -> None:
+    assert {s["reads"] for s in saved["sites"]} == {"backward", "all"}
     plan = followed(lambda data: None)
     assert [(s.format, s.reads, s.why) for s in plan.sites] == [
         (s["format"], s["reads"], s.get("why", "")) for s in saved["sites"]
     ]
-    assert (plan.compute, plan_of(storage="simulate").compute) == ("high", "stored")
 
 
 @pytest.mark.parametrize("storage", ["native", "simulate"])
@@ -269,15 +236,3 @@ def test_no_reason_is_read_as_data(saved: Data, followed: Any) -> None:
     plan = followed(reworded)
     assert [s.id for s in plan.sites if s.is_unread] == unread
     assert {s.id: s.format for s in plan.sites} == {s["id"]: s["format"] for s in saved["sites"]}
-
-
-def test_a_plan_of_before_reasons_had_a_field_says_in_words_who_is_unread(saved: Data, tmp_path: Path) -> None:
-    now, path = json.dumps(saved), tmp_path / "before.json"
-    path.write_text(now)
-    loaded = fxprec.Plan.load(path)
-    before = json.loads(now)
-    for site in before["sites"]:
-        site.pop("unread", None)
-    path.write_text(json.dumps(before))
-    assert fxprec.Plan.load(path) == loaded
-    assert any(s.is_unread for s in loaded.sites)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import InitVar, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
 
 from fxprec.config import checks
@@ -51,8 +51,6 @@ class Config:
     """How values are stored: as ``"native"`` hardware dtypes, as ``"packed"`` integer codes of any format, or as
     ``"simulate"`` float32 carriers. None: simulate with ``accumulator`` or if torch lacks a dtype for a format of the
     recipe (as for ``hfp8``), else native."""
-
-    compute: InitVar[str | None] = None  # an option of earlier versions; native and packed storage do what "high" did
 
     policy: str | Policy = "size"
     """Which groups are low: ``"size"`` (largest first), ``"size-ascending"``, ``"random"``, ``"uniform"``,
@@ -168,8 +166,7 @@ class Config:
         _refuse_unknown(options)
         return super().__new__(cls)
 
-    def __post_init__(self, compute: str | None) -> None:
-        _check_compute(compute, self.storage)
+    def __post_init__(self) -> None:
         put = object.__setattr__
         recipe = find_recipe(self.recipe)
         _check_policy(self.policy)
@@ -211,11 +208,6 @@ class Config:
             check_storage(one_of("storage", self.storage, STORAGES), recipe)
         _refuse_blocks(self, recipe)
         refuse_contradictions(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickle, also of an earlier version. Raises `ConfigError` for a removed option value."""
-        _check_compute(state.get("compute"), state["storage"])
-        self.__dict__.update({name: value for name, value in state.items() if name != "compute"})
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> Self:
@@ -295,7 +287,7 @@ ALLOWED: Mapping[str, str] = {
 def _refuse_unknown(options: Mapping[str, object]) -> None:
     known = _names()
     for name in options:
-        if name not in known and name != "compute":
+        if name not in known:
             hint = did_you_mean(name, known)
             near = next((k for k in known if repr(k) in hint), None)
             takes = f" It takes {ALLOWED[near]}. The" if near else "; the"
@@ -308,24 +300,6 @@ def _refuse_unknown(options: Mapping[str, object]) -> None:
 def _check_policy(policy: object) -> None:
     if not callable(policy):
         one_of("policy", policy, POLICIES, "or a function f(tensors, config) -> group ids")
-
-
-def _check_compute(compute: object, storage: str | None) -> None:
-    """Accept ``"high"``, which native and packed storage do anyway; raise `ConfigError` for any other value."""
-    if compute is None:
-        return
-    if compute == "stored":
-        raise ConfigError(
-            "compute='stored' was removed: with native and packed storage operators read unrounded values, and only "
-            "the copies saved for backward are rounded; leave compute out, or use storage='simulate', which rounds for "
-            "every reader, as papers do"
-        )
-    one_of("compute", compute, ("high",), "or None")
-    if storage == "simulate":
-        raise ConfigError(
-            "compute='high' gives operators unrounded values, and storage='simulate' gives them rounded ones; leave "
-            "compute out, or choose storage='native' or 'packed'"
-        )
 
 
 def _patterns(value: object) -> tuple[str, ...] | Literal["ends"]:

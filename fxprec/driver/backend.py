@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -212,16 +211,6 @@ class Backend(Watched):
         0 if no graph has a plan.
         """
         return saved_low_share(self.latest_plans)
-
-    @property
-    def mean_low_ratio(self) -> float:
-        """Return `mean_demoted_ratio`; this is its deprecated former name."""
-        warnings.warn(
-            "mean_low_ratio is now mean_demoted_ratio; saved_low_share is what is saved low",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.mean_demoted_ratio
 
     @property
     def mean_demoted_ratio(self) -> float:

@@ -6,7 +6,7 @@ The type annotation of a dataclass field decides how the field is read; `_READER
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from functools import cache, partial
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
@@ -17,7 +17,7 @@ from fxprec.errors import FxprecError, PlanError
 from fxprec.numerics.blocks import AnyFormat, find_blocks
 from fxprec.numerics.formats import parse
 from fxprec.plan.reading import SHOWN, Entry, Reader, each, fields_of, finite, flag, integer, or_one_of, text, word
-from fxprec.plan.rows import LIVE, BlockFormatName, FormatName, Live, OneLine, Share, Site
+from fxprec.plan.rows import LIVE, BlockFormatName, FormatName, Live, OneLine, Share
 
 if TYPE_CHECKING:
     from fxprec.plan.plan import Plan
@@ -84,20 +84,6 @@ def _record(cls: type, entry: Entry) -> Any:
     return cls(**_fields(cls)(entry))
 
 
-_FORMER = {"Site": ("stats",), "Plan": ("compute",)}
-"""Keys that earlier versions wrote; they are ignored."""
-_FORMER_UNREAD = "nobody would read a low copy"
-"""Start of ``why`` in plan files older than the field ``unread``, for sites that now have ``unread``."""
-
-
-def _site(entry: Entry) -> Site:
-    """Read a site. In an older file ``unread`` is missing and is derived from the text of ``why``."""
-    site: Site = _record(Site, entry)
-    if "unread" in entry.value:
-        return site
-    return replace(site, unread=site.why.startswith(_FORMER_UNREAD))
-
-
 _READERS: Mapping[object, Reader] = {
     str: text,
     int: _count,
@@ -108,7 +94,6 @@ _READERS: Mapping[object, Reader] = {
     FormatName: _format,
     BlockFormatName: _block_format,
     Live: _moments,
-    Site: _site,
 }
 
 
@@ -127,7 +112,7 @@ def _fields(cls: type) -> Reader:
     else:
         hints = get_type_hints(cls, include_extras=True)
     optional = {f.name for f in fields(cls) if f.default is not MISSING or f.default_factory is not MISSING}
-    return fields_of({name: _reader(hint) for name, hint in hints.items()}, optional, _FORMER.get(cls.__name__, ()))
+    return fields_of({name: _reader(hint) for name, hint in hints.items()}, optional)
 
 
 def _reader(hint: Any) -> Reader:
@@ -153,24 +138,10 @@ def read_plan(entry: Entry, kind: type[Plan]) -> Plan:
     for key in _REQUIRED:
         entry.get(key)
     plan: Plan = _record(kind, entry)
-    _check_compute(entry)
     _check_groups(plan)
     _check_references(plan)
     _check_directions(plan)
     return plan
-
-
-def _check_compute(entry: Entry) -> None:
-    """Refuse a plan of native or packed storage with ``compute`` "stored", which an older plan has by default."""
-    compute = entry.get("compute") if "compute" in entry.value else Entry("stored", "compute")
-    word("high", "stored")(compute)
-    if compute.value == "stored" and entry.value.get("storage", "native") != "simulate":
-        raise compute.fail(
-            "is 'stored' (also where a file leaves it out): every reader got the stored value, which no storage does "
-            "any more",
-            "plan again: with native and packed storage operators read unrounded values, and storage='simulate' "
-            "rounds for every reader, as the papers do",
-        )
 
 
 def _check_groups(plan: Plan) -> None:

@@ -31,10 +31,9 @@ _TABLES = ("gemms", "groups", "sites", "saved")
 def to_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON data: fields of the whole plan first, then the tables.
 
-    Some keys are optional. ``grouping`` is omitted if it is the default, ``compute`` and ``reads`` in storage
-    ``simulate``. A site's ``why``, ``unread``, ``saved_as`` and a GEMM's block formats are omitted if empty.
-    ``peak_bytes`` and ``way`` need a peak budget, ``whole_step`` a step budget, ``lowering`` a choice, ``saved`` a
-    partitioned graph.
+    Some keys are optional. ``grouping`` is omitted if it is the default, ``reads`` in storage ``simulate``. A site's
+    ``why``, ``unread``, ``saved_as`` and a GEMM's block formats are omitted if empty. ``peak_bytes`` and ``way`` need
+    a peak budget, ``whole_step`` a step budget, ``lowering`` a choice, ``saved`` a partitioned graph.
     """
     head = {
         "schema": plan.schema,
@@ -43,7 +42,6 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         **({"model": plan.model} if plan.model else {}),
         "recipe": plan.recipe.to_dict(),
         "storage": plan.storage,
-        **({} if plan.storage == "simulate" else {"compute": plan.compute}),
         "policy": plan.policy,
         **({} if plan.grouping == "execution" else {"grouping": plan.grouping}),
         "requested_low_ratio": plan.requested_low_ratio,

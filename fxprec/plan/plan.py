@@ -73,7 +73,7 @@ class Plan:
     saved_bytes: ByteCount | None = None
     """Bytes that the partitioned graph saves for backward; None without a backward half."""
     saved: tuple[SavedTensor, ...] = ()
-    """The tensors counted in ``saved_bytes``; empty until the graph is partitioned, and in older plan files."""
+    """The tensors counted in ``saved_bytes``; empty until the graph is partitioned."""
     peak_bytes: PeakBytes | None = None
     """Peak of a step under a peak budget; None without one."""
     whole_step: WholeStep | None = field(default=None, compare=False)
@@ -93,11 +93,6 @@ class Plan:
     def format(self, site: int | Site) -> Format:
         """Return the format in force at a site (or at the site of that id)."""
         return parse((self.sites[site] if isinstance(site, int) else site).format)
-
-    @property
-    def compute(self) -> Literal["high", "stored"]:
-        """The values that operators read: ``"high"``, unrounded, or in storage ``simulate`` ``"stored"``, rounded."""
-        return "stored" if self.storage == "simulate" else "high"
 
     @cached_property
     def formats(self) -> Mapping[tuple[str, str], str]:

@@ -210,8 +210,7 @@ def _node(row: Sequence[Any], plan: Plan) -> DrawnNode:
 
 def _cost(row: Mapping[str, Any], nodes: int) -> GemmCost:
     operands = tuple((_within(i, nodes), _within(n)) for i, n in row["operands"])
-    flops = None if row["flops"] is None else _within(row["flops"])
-    return GemmCost(flops=flops, operands=operands, result=_within(row["result"]))
+    return GemmCost(flops=_within(row["flops"]), operands=operands, result=_within(row["result"]))
 
 
 def _within(number: object, end: int = 2**63) -> int:

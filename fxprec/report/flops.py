@@ -16,8 +16,8 @@ from fxprec.passes.analysis.replay.kernels import flops_of
 class GemmCost:
     """Cost of one forward GEMM."""
 
-    flops: int | None
-    """Operations, two per multiply-add; None in some files of earlier versions."""
+    flops: int
+    """Operations, two per multiply-add."""
     operands: tuple[tuple[int, int], ...]
     """For each operand, the position of its node in the drawing and the elements read."""
     result: int

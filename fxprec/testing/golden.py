@@ -222,7 +222,6 @@ def load(path: Path) -> Golden:
     with reading(path):
         data = read_json(path, SCHEMA)
         options = _typed(data, "options", dict)
-        options.pop("compute", None)  # an option of earlier versions; the plan shows whether it differed
         plans = tuple(Plan.from_dict(plan) for plan in _typed(data, "plans", list))
         entries = tuple(_entry(row, i) for i, row in enumerate(_typed(data, "statistics", list)))
         return Golden(options, plans, entries, _typed(data, "torch", str))

@@ -50,8 +50,6 @@ def test_a_summary_counts_promotions_and_has_the_worst_ratios(model: nn.Module) 
     found = summary(model)
     assert found["fxprec/promoted"] == len(backend.plans[0].promoted) > 0
     assert found["fxprec/saved_low_share"] == backend.saved_low_share == 0, "a simulation saves float32"
-    with pytest.warns(DeprecationWarning, match="mean_low_ratio is now mean_demoted_ratio"):
-        assert backend.mean_low_ratio == backend.mean_demoted_ratio
     assert found["fxprec/mean_demoted_ratio"] == backend.mean_demoted_ratio < backend.plans[0].achieved_low_ratio
     assert found["fxprec/underflow_ratio"] == max(row["underflow_ratio"] or 0 for row in backend.stats())
 
