@@ -20,7 +20,7 @@ from fxprec.commands.fits import fits
 from fxprec.commands.gpu_check import gpu_check
 from fxprec.commands.inspect import diff, dump, explain, report
 from fxprec.commands.minify import minify
-from fxprec.commands.output import AsJson, names, print_json
+from fxprec.commands.output import MAX_SEED, AsJson, names, print_json
 from fxprec.commands.predict import predict
 from fxprec.errors import FxprecError
 
@@ -52,7 +52,9 @@ def options(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for plans and the log.")] = Path("fxprec-demo"),
-    seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the data.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MAX_SEED, help="Seed of the weights and of the order of the data.")
+    ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer steps, and fp32 and fp8 only.")] = False,
     recipes: Annotated[str, typer.Option(help="Recipes, for instance fp32,hfp8. Default: all four.")] = "",
     only: Annotated[str, typer.Option(help="One model: digits or text. Default: both.")] = "",
@@ -82,7 +84,7 @@ def formats(as_json: AsJson = False) -> None:
 
     table = Table(
         "name",
-        "fxprec.numerics.formats",
+        "fxprec.formats",
         box=box.SIMPLE_HEAD,
         caption="Any other: 1-E-M[+bias][:ieee|:fn]",
         caption_justify="left",

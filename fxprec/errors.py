@@ -6,7 +6,8 @@ Each message is one line: what failed, why, and what the user can do.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Self
 
 
@@ -103,6 +104,15 @@ class GpuCheckError(FxprecError, AssertionError):
 
 class FxprecWarning(UserWarning):
     """A requested option or optimization was not applied; the message names node, module and source line."""
+
+
+@contextmanager
+def writing(place: object, what: str = "folder") -> Iterator[None]:
+    """Raise `ConfigError` in place of an OSError inside the block, which writes to ``place``, a ``what``."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{place}: cannot be written: {error.strerror or error}; choose a writable {what}") from None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -272,6 +272,9 @@ USAGE = {
     "dump a:b --recepi x": "No such option: --recepi",
     "diff a": "Missing argument 'b'",
     "dump a:b --low-ratio two": "Invalid value for '--low-ratio'",
+    f"doctor a:b --seed {10**20}": "Invalid value for '--seed'",
+    f"minify a:b --seed {10**20}": "Invalid value for '--seed'",
+    "demo --seed -1": "Invalid value for '--seed'",
 }
 
 

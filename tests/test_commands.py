@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 import fxprec
 from fxprec import Plan, cli
 from fxprec.commands.env import environment, where_to_report
+from fxprec.gpu_check.findings import Findings
 
 TARGETS = """import torch
 from torch import nn
@@ -139,6 +141,41 @@ def test_minify_prints_json(here: Path) -> None:
     found = printed("minify", "t.py:make", "--recipe", "hfp8")
     assert found["error"] >= found["error_with_all_high"]
     assert [c["adds"] for c in found["culprits"]] == sorted((c["adds"] for c in found["culprits"]), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("command", "printed_first", "place"),
+    [
+        ("choose t.py:score --ratios 0 --seeds 1 --out no/x", "<- chosen", "no/x"),
+        ("doctor t.py:make --formats e4m3fn --out t.py", "Recommended", "t.py"),
+        ("fits t.py:make --gpu 1GiB --out t.py", "it fits", "--out t.py"),
+        ("export t.py:make --recipe fp8 --out no/x", "", "no/x"),
+        ("gpu-check --out t.py", "all passed", "--out t.py"),
+    ],
+)
+def test_a_result_that_cannot_be_written_is_printed(
+    command: str,
+    printed_first: str,
+    place: str,
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [Findings("machine", "gpu", passed=["sums of ones"])]
+    monkeypatch.setattr("fxprec.gpu_check.run.run_items", lambda *arguments, **options: found)
+    assert run(*command.split()) == 2
+    said = capsys.readouterr()
+    assert printed_first in said.out
+    assert re.search(
+        rf"^fxprec: error: {place}: cannot be written: [^;]*; choose a writable (folder|path)$", said.err, re.M
+    )
+
+
+def test_ways_may_be_written_with_blanks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("dump", "t.py:make", "--peak-budget", "100%", "--ways", "narrow, recompute") == 0
+    for command in (["dump", "t.py:make", "--peak-budget", "100%"], ["fits", "t.py:make", "--gpu", "1GiB"]):
+        assert run(*command, "--ways", "narrow, x") == 2
+        assert "unknown ways 'x'; allowed: 'narrow', 'int4'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

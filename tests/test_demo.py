@@ -136,7 +136,7 @@ def test_out_that_cannot_be_a_folder_is_one_line(tmp_path):
     taken = tmp_path / "file"
     taken.write_text("")
     options = run.DemoOptions(out=taken, quick=True, only="text")
-    with pytest.raises(FxprecError, match=r"--out .*file cannot be written \(File exists\); name another folder"):
+    with pytest.raises(FxprecError, match=r"--out .*file: cannot be written: File exists; choose a writable folder"):
         run.run_demo(options, Console(quiet=True))
 
 

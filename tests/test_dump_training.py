@@ -110,5 +110,5 @@ def test_statistics_go_on_through_a_re_lowering(promoted):
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"^dump: .*file/graph-0 cannot be written: Not a directory; choose a writ"):
+    with pytest.raises(ConfigError, match=r"^dump: .*file/graph-0: cannot be written: Not a directory; choose a writ"):
         DumpFolder(tmp_path / "file").graph(0).start()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fxprec import Plan, cli
+from fxprec.plan import PeakBytes
 from fxprec.report.compare import differences, moves
 from tests.helpers import compiled, eager_backend, pipeline
 
@@ -157,6 +158,25 @@ def test_diff_finds_what_is_no_format(dumped, tmp_path, capsys):
     ]
 
 
+def test_diff_finds_what_only_one_of_the_plans_says(dumped):
+    plan = Plan.load(dumped / "a/graph-0/plan.json")
+    peak = PeakBytes(budget=9, high=9, planned=7, live=((10**6,) * 6,) * 100)
+    gemm, site = replace(plan.gemms[1], operands_why="by hand"), replace(plan.sites[2], way="keep")
+    sites = (*plan.sites[:2], site, *plan.sites[3:])
+    other = replace(plan, grouping="dataflow", peak_bytes=peak, gemms=(plan.gemms[0], gemm), sites=sites)
+    here, there = list(differences(plan, other)), list(differences(other, plan))
+    assert here.pop(1).startswith("peak_bytes: None -> {'budget': 9, 'high': 9, ")
+    assert here == [
+        "grouping: execution -> dataflow",
+        f"GEMM 1 ({gemm.op}, {gemm.module}): operands_why None -> by hand",
+        f"{site.tensor} ({site.kind}): way None -> keep",
+    ]
+    assert len(there.pop(1)) < 300
+    assert there == [re.sub(r"(\S+) -> (by hand|\S+)", r"\2 -> \1", line) for line in here]
+    less = replace(other, peak_bytes=replace(peak, planned=5))
+    assert list(differences(other, less)) == ["peak_bytes: {'planned': 7} -> {'planned': 5}"]
+
+
 def test_diff_shows_the_first_of_many_and_counts_the_others(dumped):
     plan = Plan.load(dumped / "a/graph-0/plan.json")
     many = replace(plan, groups=tuple(replace(plan.groups[0], id=i) for i in range(50)))
@@ -198,6 +218,8 @@ def test_explain_prints_what_is_held_as_text_and_as_json(dumped, capsys):
         (["diff", "{d}/a", "{d}/empty"], "{d}/empty: holds no dump (no graph-0); give a folder that dump= or fxprec dump wrote"),
         (["report", "{d}/half"], "{d}/half/graph-0: has no plan.json, so this compilation did not end; dump the model again"),
         (["explain", "{d}/a", "addm"], "'addm' is not a tensor or module of this plan; did you mean 'addmm'?; plan.sites and the dump's texts list them"),
+        (["explain", "{d}/a", "9" * 5000], "'" + "9" * 5000 + "' is not a tensor or module of this plan; plan.sites and the dump's texts list them"),
+        (["explain", "{d}/a", "a\n"], "'a\\n' is not a tensor or module of this plan; plan.sites and the dump's texts list them"),
         (["dump", "net.py"], "target 'net.py' names no factory; give path/file.py:factory or module:callable"),
         (["dump", "{d}/net.py:mak"], "target '{d}/net.py:mak': {d}/net.py has no callable 'mak'; did you mean 'make'?; give path/file.py:factory or module:callable"),
         (["dump", "{d}/net.py:wrong", "--out", "{d}/w"], "target '{d}/net.py:wrong' returned int; let it return (model, example inputs), the inputs a tensor, a tuple or a dict of keywords"),

@@ -67,7 +67,7 @@ def test_a_disk_that_fills_up_ends_the_dump_and_not_the_training(tmp_path: Path)
     dumping.step()
     fill_up(tmp_path / "graph-0")
     words = (
-        r"^dump: .*graph-0 cannot be written: No space left on device; nothing more of this graph is dumped, and trai"
+        r"^dump: .*graph-0: cannot be written: No space left on device; nothing more of this graph is dumped, and trai"
     )
     with pytest.warns(fxprec.FxprecWarning, match=words) as caught:
         found = [dumping.step(step) for step in range(1, 4)][-1]

@@ -74,6 +74,7 @@ HUGE = 10**400
         (("sites", 1, "format"), "e9", "sites[1].format: unknown format 'e9'; use one of ['fp32', 'fp16', 'fp16_sat',"),
         (("sites", 1, "format"), "x" * 9999, "sites[1].format: is 'xxx"),
         (("sites", 1, "format"), 3, "sites[1].format: is 3; it must be text"),
+        (("policy",), "\ud800", r"policy: is '\ud800'; it must be text without halves of surrogate pairs"),
         (("sites", 0, "kind"), "outptu", "sites[0].kind: is 'outptu'; it must be one of 'output', 'param'"),
         (("sites", 0, "kind"), [], "sites[0].kind: is []; it must be one of"),
         (("sites", 0, "direction"), "backward", "sites[0].direction: is 'backward' for kind 'output'; gradients are"),

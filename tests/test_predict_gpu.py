@@ -95,6 +95,17 @@ def test_the_command_prints_it(plan) -> None:
     assert data["left_out"] == 0
 
 
+def test_names_of_modules_are_printed_as_they_are(plan, tmp_path: Path) -> None:
+    """A module's name may look like markup of the terminal."""
+    made = plan[0]
+    sites = tuple(replace(s, module="[/b]" if s.module == made.gemms[0].module else s.module) for s in made.sites)
+    renamed = replace(made, sites=sites, gemms=(replace(made.gemms[0], module="[/b]"), *made.gemms[1:]))
+    renamed.save(tmp_path / "plan.json")
+    result = CliRunner().invoke(app, ["predict", str(tmp_path / "plan.json"), "--gpu", "h100"])
+    assert result.exit_code == 0, result.output
+    assert "[/b]" in result.stdout
+
+
 def test_an_unknown_gpu_is_refused(plan) -> None:
     refused = CliRunner().invoke(app, ["predict", str(plan[1]), "--gpu", "h10"])
     assert refused.exit_code

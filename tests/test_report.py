@@ -160,12 +160,14 @@ def test_history_is_thinned_keeps_its_ends_and_leaves_out_half_a_line(tmp_path):
     assert read_history(tmp_path / "none.jsonl", sites=1) == []
 
 
-@pytest.mark.parametrize("damage", ["{", '{"schema": 2}', '{"schema": 1, "nodes": [[1]], "edges": []}', "nodes"])
+@pytest.mark.parametrize("damage", ["{", '{"schema": 2}', '{"schema": 1, "nodes": [[1]], "edges": []}', "nodes", "nan"])
 def test_a_graph_that_is_not_whole_is_one_line(trained, tmp_path, damage):
+    data = json.loads((trained.folder / "graph.json").read_text())
     if damage == "nodes":  # of another plan
-        data = json.loads((trained.folder / "graph.json").read_text())
         data["nodes"][0][5] = 99
         damage = json.dumps(data)
+    if damage == "nan":
+        damage = json.dumps(data | {"damage": [math.nan] * len(trained.plan.groups)})
     (tmp_path / "graph.json").write_text(damage)
     with pytest.raises(
         PlanError, match=r"graph\.json: is not a graph that fxprec wrote \(.*\); dump the model again"
@@ -180,6 +182,17 @@ def test_statistics_of_another_plan_are_one_line(tmp_path):
         PlanError, match=r"stats\.jsonl: line 1 is not a line of statistics of this plan; dump the model"
     ):
         read_history(tmp_path / "stats.jsonl", sites=0)
+
+
+@pytest.mark.parametrize(
+    "entry", [{"amax": 10**400}, {"scale_exponent": math.inf}, {"underflow_ratio": []}, {"step": -1}, {"site": 0.5}]
+)
+def test_a_statistic_that_no_page_could_show_is_one_line(entry, tmp_path):
+    write_stats(tmp_path / "stats.jsonl", rows=1, steps=1)
+    row = json.loads((tmp_path / "stats.jsonl").read_text().splitlines()[0])
+    (tmp_path / "stats.jsonl").write_text(json.dumps(row | entry) + "\n")
+    with pytest.raises(PlanError, match="line 1 is not a line of statistics of this plan"):
+        read_history(tmp_path / "stats.jsonl", sites=1)
 
 
 def test_a_bare_plan_is_drawn_without_edges(trained):

@@ -1,6 +1,7 @@
 """``dump_tensors``: the step's own values in files, whatever the lowering, in every n-th step and in no other."""
 
 import json
+import math
 from collections import Counter
 
 import pytest
@@ -215,3 +216,24 @@ def test_a_damaged_index_is_told(tmp_path):
     (tmp_path / "tensors.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(fxprec.PlanError, match="line 1 is not a line of dump_tensors"):
         list(read_tensors(tmp_path))
+
+
+def test_a_line_that_no_page_could_show_is_refused(tmp_path):
+    train(tmp_path / "some", ("*",), steps=1)
+    row = json.loads((tmp_path / "some/graph-0/tensors.jsonl").read_text().splitlines()[0])
+    for name, value in (
+        ("amax", 10**400),
+        ("norm", None),
+        ("underflow", 10**400),
+        ("scale_exponent", math.nan),
+        ("range", [math.nan]),
+        ("half", []),
+        ("tensor", "\ud800"),
+        ("file", "/etc/passwd"),
+        ("file", "../x"),
+    ):
+        (tmp_path / "tensors.jsonl").write_text(json.dumps(row | {name: value}) + "\n")
+        with pytest.raises(fxprec.PlanError, match="line 1 is not a line of dump_tensors"):
+            list(read_tensors(tmp_path))
+    (tmp_path / "tensors.jsonl").write_text(json.dumps(row | {"amax": "inf"}) + "\n")
+    assert next(read_tensors(tmp_path))["amax"] == math.inf

@@ -41,14 +41,11 @@ def choose(
         higher_is_better=higher,
         tell=teller(as_json=as_json),
     )
+    print_json(found.to_dict()) if as_json else print(f"\n{found}")
     if out is not None:
         found.save(out)
-    if as_json:
-        print_json(found.to_dict())
-        return
-    print(f"\n{found}")
-    if out is not None:
-        print(out)
+        if not as_json:
+            print(out)
 
 
 def _numbers(text: str) -> list[float]:

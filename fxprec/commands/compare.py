@@ -27,14 +27,11 @@ def compare(
 ) -> None:
     """Report the tensors in which two runs first differ, step by step. Exit code 1 if the runs differ, 0 if not."""
     from fxprec.diagnosis.compare import compare as compare_both
-    from fxprec.errors import ConfigError
 
-    if not 0 <= tolerance < float("inf"):
-        raise ConfigError(f"--tolerance is {tolerance}; give a relative difference of at least 0, such as 0.1")
     found = compare_both(a, b, tolerance=tolerance, bitwise=bitwise)
-    page = found.save(out) if out else None
-    if as_json:
-        print_json(found.to_dict())
-    else:
-        print(found, *([] if page is None else [page]), sep="\n")
+    print_json(found.to_dict()) if as_json else print(found)
+    if out:
+        page = found.save(out)
+        if not as_json:
+            print(page)
     raise typer.Exit(int(bool(found.partings)))

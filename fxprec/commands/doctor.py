@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fxprec.commands.output import AsJson, modules, names, print_json, teller
+from fxprec.commands.output import MAX_SEED, AsJson, modules, names, print_json, teller
 from fxprec.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ def doctor(
     formats: Annotated[str, typer.Option(help="Candidate formats, for instance e4m3fn,e5m2.")] = "",
     tolerance: Annotated[float | None, typer.Option(help="Damage a recommendation may do. Default: 0.1.")] = None,
     checkpoint: Annotated[str, typer.Option(help="Examine saved states of a run, for instance 'run/step-*.pt'.")] = "",
-    seed: Annotated[int, typer.Option(help="Seed of weights and batch.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of weights and batch.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Measure in one training step the damage that each stored tensor does in each format; recommend options.
@@ -54,11 +54,10 @@ def doctor(
         print_json(course) if as_json else print(f"\n{course}")
         return
     found = examine(model, batch, loss=loss, options=options, tell=tell)
+    print_json(found.to_dict()) if as_json else print(f"\n{found}")
     page = found.save(out)
-    if as_json:
-        print_json(found.to_dict())
-    else:
-        print(f"\n{found}\n{page}")
+    if not as_json:
+        print(page)
 
 
 def _made(result: object, target: str) -> tuple[Any, Any, Any]:

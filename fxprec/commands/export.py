@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fxprec.commands.output import modules
-from fxprec.errors import ConfigError
+from fxprec.errors import ConfigError, writing
 
 if TYPE_CHECKING:
     from fxprec.plan import Plan
@@ -43,7 +43,8 @@ def export(
     if out is None:
         print(text)
         return
-    out.write_text(text + "\n")
+    with writing(out, "path"):
+        out.write_text(text + "\n", encoding="utf-8")
     print(out)
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fxprec.commands.output import AsJson, modules, print_json
-from fxprec.errors import ConfigError
+from fxprec.commands.output import AsJson, modules, names, print_json
+from fxprec.errors import ConfigError, writing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,7 +51,7 @@ def fits(
             raise ConfigError(f"--{name} is {size}; give it 1 or more")
     own = {"states": states, "max_norm": max_norm, "norm": norm, "gradients": gradients}
     options: dict[str, Any] = {"recipe": recipe, "keep_high": modules(keep_high)}
-    options |= {"ways": tuple(ways.split(","))} if ways else {}
+    options |= {"ways": names(ways)} if ways else {}
     question = Question(find_factory(target), target, budget, _maker(optimizer, momentum, own), options)
     first = question.answer(batch, sequence)
     tried: dict[str, list[Answer]] = {}
@@ -61,13 +61,13 @@ def fits(
         tried["sequence"] = list(longest_sequence(first, lambda size: question.answer(batch, size)))
     fitting = [answer for answers in tried.values() for answer in answers if answer.fits]
     shown = max(fitting, key=lambda a: a.batch * a.sequence, default=first)
-    if out is not None and shown.plan is not None:
-        _write(shown, out, target)
     if as_json:
         print_json(_data(first, tried))
     else:
         print("\n".join(_lines(target, first, tried, shows_sequence=longest or sequence is not None)))
-        if out is not None and shown.plan is not None:
+    if out is not None and shown.plan is not None:
+        _write(shown, out, target)
+        if not as_json:
             print(out / "report.html")
     raise typer.Exit(int(not first.fits))
 
@@ -159,13 +159,13 @@ def _data(first: Answer, tried: Mapping[str, Sequence[Answer]]) -> dict[str, Any
     """Return the JSON output; sizes are bytes."""
     found: dict[str, Any] = {"fits": first.fits, "batch": first.batch, "sequence": first.sequence}
     found |= {"budget": first.budget, "why": first.why, "enough": first.enough}
-    found |= {"reserved": first.reserved, "device": first.device, "not_done": list(first.told), "peak": None}
+    found |= {"reserved": first.reserved, "device": first.device, "not_done": list(first.told)}
+    found |= {"peak": None, "states": None}
     if first.plan is not None and first.plan.whole_step is not None:
         from fxprec.report.whole_step import at_the_peak
 
-        states = first.plan.whole_step.chosen or None
         found["peak"] = {name.replace(" ", "_"): size for name, size in at_the_peak(first.plan).items()}
-        found["states"] = states
+        found["states"] = first.plan.whole_step.chosen or None
     for name, answers in tried.items():
         found[f"{_BEST[name]}_{name}"] = max((getattr(a, name) for a in answers if a.fits), default=0)
         found[f"tried_{name}"] = [{name: getattr(a, name), "fits": a.fits} for a in answers]
@@ -177,9 +177,7 @@ def _write(answer: Answer, out: Path, target: str) -> None:
     from fxprec.report.html import write_report
 
     assert answer.plan is not None
-    try:
+    with writing(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
         answer.plan.save(out / "plan.json")
         write_report(answer.plan, out, title=f"{target}, batch {answer.batch}")
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}; choose a writable folder") from None

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fxprec.commands.output import AsJson, names, print_json
-from fxprec.errors import ConfigError, LoweringError
+from fxprec.errors import ConfigError, LoweringError, writing
 from fxprec.gpu_check.run import LIMIT
 
 
@@ -35,7 +35,7 @@ def gpu_check(
     from fxprec.gpu_check.report import Report, progress
     from fxprec.gpu_check.run import run_items
 
-    if limit <= 0:
+    if not 0 < limit < float("inf"):
         raise ConfigError(f"--limit is {limit:g}; give seconds above 0")
     items = chosen(list(names(only)))
     console, start = console_for(stderr=as_json), time.monotonic()
@@ -53,12 +53,13 @@ def gpu_check(
         if findings.refused:
             raise LoweringError(f"gpu-check: {findings.refused}")
     report = Report(items, tuple(found), time.monotonic() - start, dry)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "gpu-check.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
-    (out / "gpu-check.txt").write_text(report.text() + "\n", encoding="utf-8")
     if as_json:
         print_json(report.to_dict())
     console.print(report.table())
     console.print(escape(report.last_line))
+    with writing(f"--out {out}"):
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "gpu-check.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+        (out / "gpu-check.txt").write_text(report.text() + "\n", encoding="utf-8")
     console.print(escape(f"{out / 'gpu-check.txt'} can be pasted into an issue; gpu-check.json has every detail"))
     raise typer.Exit(0 if report.has_passed else 1)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fxprec.commands.output import AsJson, modules, print_json
-from fxprec.errors import ConfigError, PlanError
+from fxprec.commands.output import AsJson, modules, names, print_json
+from fxprec.errors import ConfigError, PlanError, writing
 
 if TYPE_CHECKING:
     from fxprec.plan import Plan
@@ -41,7 +41,7 @@ def dump(
         low_ratio=low_ratio,
         activation_budget=budget or None,
         peak_budget=peak_budget or None,
-        ways=tuple(ways.split(",")) if ways else None,
+        ways=names(ways) if ways else None,
         keep_high=modules(keep_high),
         policy=policy,
         grouping=grouping,  # type: ignore[arg-type]
@@ -171,10 +171,8 @@ def report(
         drawing = Drawing.load(place / FILE, plan)
         if dot and drawing is None:
             raise ConfigError(f"{place}: has no {FILE}, which --dot draws; dump the model again")
-        try:
+        with writing(place):
             print(write_report(plan, place, title=title, drawing=drawing))
             if dot and drawing is not None:
                 (place / "graph.dot").write_text(dot_text(plan, drawing, title), encoding="utf-8")
                 print(place / "graph.dot")
-        except OSError as error:
-            raise ConfigError(f"{place}: cannot be written: {error.strerror}; choose a writable folder") from None

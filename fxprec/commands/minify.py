@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fxprec.commands.output import AsJson, print_json
-from fxprec.errors import ConfigError, FxprecError, FxprecWarning
+from fxprec.commands.output import MAX_SEED, AsJson, print_json
+from fxprec.errors import ConfigError, FxprecError, FxprecWarning, writing
 
 if TYPE_CHECKING:
     from fxprec.config import Config
@@ -33,7 +33,7 @@ def minify(
         str, typer.Option(help="Tensor whose error to explain. Default: the one with the largest error.")
     ] = "",
     top: Annotated[int, typer.Option(help="How many tensors to list.")] = 10,
-    seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of weights and inputs.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Find the tensors that cause an error when they are low; reduce an error or a crash to a small script."""
@@ -119,8 +119,6 @@ def _reduce(
     small = reduced(whole, lambda piece: failure.fails(piece.case(seed)))
     said = failure.describe(small.case(seed))
     text = script(small, target=target, failure=said, options=options, seed=seed, limit=limit, steps=STEPS)
-    try:
+    with writing(out, "path"):
         out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{out}: cannot be written: {error.strerror}; choose a writable path") from None
     return {"operators": len(whole.operators), "left": len(small.operators), "failure": said, "script": str(out)}

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
+MAX_SEED = 2**63 - 1
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -53,11 +53,14 @@ def _share(found: float, base: float) -> str:
 
 def _gemms(found: Prediction) -> Table:
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("layer", "rows x columns x inner", "multiplying codes", box=box.SIMPLE_HEAD)
     for layer, pays in found.layers:
-        table.add_row(layer.module, _size(layer), "pays" if pays else "does not pay" if layer.weight else "no kernel")
+        table.add_row(
+            escape(layer.module), _size(layer), "pays" if pays else "does not pay" if layer.weight else "no kernel"
+        )
     return table
 
 

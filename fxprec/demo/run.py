@@ -18,7 +18,7 @@ from fxprec import compat
 from fxprec.demo.table import result_table, score_text
 from fxprec.demo.tasks import TASKS, Task
 from fxprec.demo.train import Outcome, train
-from fxprec.errors import ConfigError, FxprecError, LoweringError, did_you_mean
+from fxprec.errors import ConfigError, LoweringError, did_you_mean, writing
 
 RECIPES: dict[str, dict[str, Any]] = {
     "fp32": {"recipe": "fp32"},
@@ -149,11 +149,9 @@ def _save_plans(outcome: Outcome, out: Path) -> None:
 
 @contextmanager
 def _open_log(out: Path) -> Iterator[Log]:
-    try:
+    with writing(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
         stream = (out / "log.jsonl").open("w", encoding="utf-8")
-    except OSError as error:
-        raise FxprecError(f"--out {out} cannot be written ({error.strerror}); name another folder") from None
     with stream:
         yield Log(stream)
 

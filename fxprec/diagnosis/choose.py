@@ -18,7 +18,8 @@ import torch
 from fxprec.config import Config
 from fxprec.config.checks import above_zero, integer, ratio
 from fxprec.driver.backend import Backend
-from fxprec.errors import ConfigError
+from fxprec.errors import ConfigError, writing
+from fxprec.report.result import plain
 
 RATIOS = tuple(i / 10 for i in range(11))
 """The paper's deciles."""
@@ -86,11 +87,20 @@ class Choice:
     def recommended(self) -> dict[str, Any]:
         """Options to train with. Raises `ConfigError` if no ratio is accepted."""
         if self.chosen is None:
-            raise ConfigError(
-                f"no low ratio is within {self.tolerance:g} of {self.reference.score:.4g}: allow a larger "
-                "tolerance, or choose another recipe"
-            )
+            raise ConfigError(self._why_none())
         return {**self.options, "low_ratio": self.chosen.low_ratio}
+
+    def _why_none(self) -> str:
+        """Return why no trial is accepted."""
+        if self.reference.diverged:
+            return (
+                f"without fxprec {self.reference.diverged} of {len(self.reference.scores)} runs diverged, so there is "
+                "no score to compare with: mend train first"
+            )
+        return (
+            f"no low ratio is within {self.tolerance:g} of {self.reference.score:.4g}: allow a larger tolerance, or "
+            "choose another recipe"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trials and the choice as plain data."""
@@ -104,11 +114,10 @@ class Choice:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write `to_dict`'s result as JSON. Raises `ConfigError` for a path that cannot be written."""
-        try:
-            Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be written: {error.strerror}; choose a writable path") from None
+        """Write `to_dict`'s result as JSON, numbers that are not finite as text. Raises `ConfigError`."""
+        text = json.dumps(plain(self.to_dict()), indent=1, allow_nan=False)
+        with writing(path, "path"):
+            Path(path).write_text(text + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -126,7 +135,7 @@ class Choice:
                 f"{'  <- chosen' if trial is self.chosen else ''}"
             ).rstrip()
         if self.chosen is None:
-            yield f"No ratio is within {self.tolerance:g}: allow a larger --tolerance, or choose another recipe."
+            yield self._why_none()
         elif any(not self.accepts(t) for t in self.trials if t.mean_demoted_ratio < self.chosen.mean_demoted_ratio):
             yield "A smaller ratio was not accepted: the seeds differ by more than the ratios; use more seeds."
 

@@ -91,9 +91,10 @@ def to_compressed_tensors(plans: Iterable[Plan]) -> Exported:
     rounded = {name: fmt for name, fmt in formats.items() if fmt}
     if not rounded:
         names = ", ".join(sorted({repr(plan.recipe.name) for plan in plans}))
+        why = next((f" ({g.module}: {g.operands_why})" for plan in plans for g in plan.gemms if g.operands_why), "")
         raise PlanError(
-            f"recipe {names} rounds no operands of a forward product, so there is nothing to export; plan with 'fp8', "
-            "'mxfp8' or 'nvfp4'"
+            f"recipe {names} rounds no operands of a forward product here{why}, so there is nothing to export; plan "
+            "with 'fp8', 'mxfp8' or 'nvfp4', and layers that these can round"
         )
     by_scheme: dict[Scheme, list[str]] = {}
     for name, fmt in rounded.items():

@@ -16,14 +16,13 @@ from fxprec.config.recipes import FORMAT_ROLES, RECIPE_FLAGS, Recipe
 from fxprec.errors import FxprecError, PlanError
 from fxprec.numerics.blocks import AnyFormat, find_blocks
 from fxprec.numerics.formats import parse
-from fxprec.plan.reading import SHOWN, Entry, Reader, each, fields_of, finite, flag, integer, or_one_of, text, word
+from fxprec.plan.reading import SHOWN, Entry, Reader, count, each, fields_of, finite, flag, or_one_of, text, word
 from fxprec.plan.rows import LIVE, BlockFormatName, FormatName, Live, OneLine, Share
 
 if TYPE_CHECKING:
     from fxprec.plan.plan import Plan
 
 MAX_REASON = 200
-_count = integer(0, 2**63 - 1, "2**63 - 1")
 
 
 def _share(entry: Entry) -> float:
@@ -60,7 +59,7 @@ def _name_of(entry: Entry, read: Callable[[str], AnyFormat], what: str) -> str:
 
 def _moments(entry: Entry) -> tuple[tuple[int, ...], ...]:
     """Read rows of ``len(LIVE)`` byte counts."""
-    rows: tuple[tuple[int, ...], ...] = each(each(_count))(entry)
+    rows: tuple[tuple[int, ...], ...] = each(each(count))(entry)
     for i, row in enumerate(rows):
         if len(row) != len(LIVE):
             raise entry.fail(f"has {len(row)} numbers in entry {i}", f"give {len(LIVE)}: {', '.join(LIVE)}")
@@ -86,7 +85,7 @@ def _record(cls: type, entry: Entry) -> Any:
 
 _READERS: Mapping[object, Reader] = {
     str: text,
-    int: _count,
+    int: count,
     bool: flag,
     float: finite,
     Share: _share,

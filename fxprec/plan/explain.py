@@ -30,29 +30,28 @@ def explain(plan: Plan, tensor: str) -> list[str]:
     """
     if not tensor:
         return overview(plan)
-    found = [s for s in plan.sites if s.tensor == tensor] or [s for s in plan.sites if s.module == tensor]
-    if not found and tensor.isdecimal():
-        found = [s for s in plan.sites if s.id == int(tensor)]
-    if not found and tensor == "lowering":
+    for name in ("tensor", "module", "id"):
+        found = [site for site in plan.sites if str(getattr(site, name)) == tensor]
+        if found:
+            return [line for site in found for line in _site(plan, site)]
+    if tensor == "lowering":
         return [_NO_LOWERING] if plan.lowering is None else lowering_lines(plan.lowering)
-    if not found and tensor == "peak_budget":
+    if tensor == "peak_budget":
         return [_NO_PEAK] if plan.peak_bytes is None else peak_lines(plan, plan.peak_bytes)
-    if not found and tensor == "step_budget":
+    if tensor == "step_budget":
         return [_NO_STEP] if plan.whole_step is None else step_lines(plan, plan.whole_step)
-    if not found:
-        known = {s.tensor for s in plan.sites} | {s.module for s in plan.sites if s.module}
-        raise PlanError(
-            f"{one_line(tensor)!r} is not a tensor or module of this plan{did_you_mean(tensor, sorted(known))}; "
-            "plan.sites and the dump's texts list them"
-        )
-    return [line for site in found for line in _site(plan, site)]
+    known = {s.tensor for s in plan.sites} | {s.module for s in plan.sites if s.module}
+    raise PlanError(
+        f"{tensor!r} is not a tensor or module of this plan{did_you_mean(tensor, sorted(known))}; plan.sites and the "
+        "dump's texts list them"
+    )
 
 
 def overview(plan: Plan) -> list[str]:
     """Return lines on the tensors that a plan saves for backward, with format and bytes, then on each group."""
     held = map(one_line, saved_tensor_lines(plan))
     return [
-        line([plan]),
+        one_line(line([plan])),
         *held,
         "for more: fxprec explain PLAN NAME, with a tensor, a module, lowering, peak_budget or step_budget as NAME",
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +63,10 @@ def text(entry: Entry) -> str:
         raise entry.wrong("text")
     if len(entry.value) > MAX_TEXT:
         raise entry.fail(f"is text of {len(entry.value)} characters", f"the longest allowed has {MAX_TEXT}")
+    try:
+        entry.value.encode()
+    except UnicodeEncodeError:
+        raise entry.wrong("text without halves of surrogate pairs") from None
     return entry.value
 
 
@@ -77,6 +81,10 @@ def integer(least: int, most: int, shown: str) -> Reader:
     return read
 
 
+count = integer(0, 2**63 - 1, "2**63 - 1")
+exponent = integer(-(2**31), 2**31 - 1, "2**31 - 1")
+
+
 def flag(entry: Entry) -> bool:
     """Read true or false. Raises `PlanError`."""
     if not isinstance(entry.value, bool):
@@ -86,9 +94,14 @@ def flag(entry: Entry) -> bool:
 
 def finite(entry: Entry) -> float:
     """Read a number that is neither infinite nor NaN. Raises `PlanError`."""
-    if type(entry.value) not in (int, float) or not math.isfinite(entry.value):
+    if type(entry.value) not in (int, float) or not abs(entry.value) <= sys.float_info.max:
         raise entry.wrong("a finite number")
     return float(entry.value)
+
+
+def number(entry: Entry) -> float:
+    """Read a number, or the text of one that is not finite. Raises `PlanError`."""
+    return float(or_one_of(("nan", "inf", "-inf"), finite)(entry))
 
 
 def word(*allowed: str) -> Reader:

@@ -14,6 +14,7 @@ _VERSIONS = {"fxprec", "torch", "schema"}
 _TABLES = ("gemms", "groups", "sites")
 _SAID = {"format", "saved_as", "promoted_at", "why", "unread"}  # fields of a site that are reported in another line
 _SHOWN = 20
+_LONGEST = 200  # characters; the bytes of a peak by moment would fill pages
 _Row = dict[str, Any]
 _NAMES: dict[str, Callable[[_Row], str]] = {
     "gemms": lambda row: f"GEMM {row['id']} ({row['op']}, {row['module']})",
@@ -46,9 +47,10 @@ def moves(a: Plan, b: Plan) -> list[Move]:
 def differences(a: Plan, b: Plan) -> Iterator[str]:
     """Yield one line for each difference, except the versions that wrote the plans."""
     ours, theirs = a.to_dict(), b.to_dict()
-    for name in ours:
-        if name not in (*_TABLES, *_VERSIONS, "saved") and ours[name] != theirs[name]:
-            yield f"{name}: {ours[name]} -> {theirs[name]}"
+    for name in {**ours, **theirs}:
+        before, after = (data.get(name, getattr(plan, name)) for plan, data in ((a, ours), (b, theirs)))
+        if name not in (*_TABLES, *_VERSIONS, "saved") and before != after:
+            yield f"{name}: {_less(before, after)} -> {_less(after, before)}"
     found = moves(a, b)
     for move in found:
         s = move.before
@@ -61,6 +63,15 @@ def differences(a: Plan, b: Plan) -> Iterator[str]:
         yield from _changed_rows(table, ours[table], theirs[table])
     if found:
         yield f"{len(found)} tensors moved, {sum(m.bytes for m in found):+,} bytes"
+
+
+def _less(value: object, other: object) -> str:
+    """Return a value in one line; of an object, the entries that differ from another object's, at most `_LONGEST`."""
+    if not isinstance(value, dict):
+        return one_line(str(value))
+    known = other if isinstance(other, dict) else {}
+    text = one_line(str({k: v for k, v in value.items() if known.get(k) != v}))
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def data(a: Plan, b: Plan) -> dict[str, Any]:
@@ -83,9 +94,9 @@ def _changed_rows(table: str, ours: list[_Row], theirs: list[_Row]) -> Iterator[
     lines = []
     for row in ours:
         other = there.get(name(row), row)
-        fields = [k for k in row if row[k] != other.get(k) and k not in said]
+        fields = [k for k in {**row, **other} if row.get(k) != other.get(k) and k not in said]
         if fields:
-            changes = ", ".join(f"{k} {one_line(str(row[k]))} -> {one_line(str(other.get(k)))}" for k in fields)
+            changes = ", ".join(f"{k} {one_line(str(row.get(k)))} -> {one_line(str(other.get(k)))}" for k in fields)
             lines.append(f"{one_line(name(row))}: {changes}")
     yield from lines[:_SHOWN]
     if len(lines) > _SHOWN:

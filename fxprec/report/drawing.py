@@ -18,6 +18,7 @@ from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.base import Work
 from fxprec.passes.pass_report import target_text
 from fxprec.plan import Plan
+from fxprec.plan.reading import Entry, finite
 from fxprec.report.flops import GemmCost, cost_of
 
 SCHEMA = 1
@@ -193,7 +194,7 @@ def _checked(data: Mapping[str, Any], plan: Plan) -> Drawing:
     nodes = tuple(_node(row, plan) for row in data["nodes"])
     edges = tuple((_within(a, len(nodes)), _within(b, len(nodes))) for a, b in data["edges"])
     gemms = tuple(None if g is None else _cost(g, len(nodes)) for g in data["gemms"])
-    damage = None if data["damage"] is None else tuple(float(d) for d in data["damage"])
+    damage = None if data["damage"] is None else tuple(finite(Entry(d)) for d in data["damage"])
     if len(gemms) != len(plan.gemms) or (damage is not None and len(damage) != len(plan.groups)):
         raise ValueError("belongs to another plan")
     return Drawing(nodes, edges, gemms, damage)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from fxprec.errors import ConfigError, FxprecError
+from fxprec.errors import FxprecError, writing
 from fxprec.passes.base import Work
 from fxprec.passes.lowering.triton.header import header
 from fxprec.passes.lowering.triton.kernel import Kernel
@@ -187,11 +187,5 @@ def _finite(number: float) -> float | str:
     return number if math.isfinite(number) else str(number)
 
 
-@contextmanager
-def _writable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"dump: {path} cannot be written: {error.strerror or error}; choose a writable folder"
-        ) from None
+def _writable(path: Path) -> AbstractContextManager[None]:
+    return writing(f"dump: {path}")

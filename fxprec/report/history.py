@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fxprec.plan.reading import count, exponent, fields_of, integer, number, or_one_of
 from fxprec.report.load import json_lines
 
 FILE = "stats.jsonl"
@@ -28,17 +29,12 @@ def read_history(path: Path, sites: int) -> list[dict[str, Any]]:
 
 
 def rows_of(path: Path, sites: int) -> Iterator[dict[str, Any]]:
-    """Return the checked lines of a file; none if there is no file. Raises `PlanError` as `read_history`."""
-
-    def checked(row: dict[str, Any]) -> dict[str, Any]:
-        if type(row["row"]) is not int or type(row["step"]) is not int or not 0 <= row["site"] < sites:
-            raise ValueError(row)
-        row |= {name: float(row[name]) for name in ("amax", "overflow_ratio")}
-        row["underflow_ratio"] = math.nan if row["underflow_ratio"] is None else float(row["underflow_ratio"])
-        row["scale_exponent"] = None if row.get("scale_exponent") is None else int(row["scale_exponent"])
-        return row
-
-    return json_lines(path, checked, "statistics of this plan", "dump the model again")
+    """Yield the checked lines of a file; none if there is no file. Raises `PlanError` as `read_history`."""
+    numbers = {"amax": number, "overflow_ratio": number, "underflow_ratio": or_one_of([None], number)}
+    rows = {"step": count, "row": count, "site": integer(0, sites - 1, str(sites - 1))}
+    checked = fields_of(rows | numbers | {"scale_exponent": or_one_of([None], exponent)}, ("scale_exponent",), None)
+    for row in json_lines(path, checked, "statistics of this plan", "dump the model again"):
+        yield {"scale_exponent": None} | row | ({"underflow_ratio": math.nan} if row["underflow_ratio"] is None else {})
 
 
 def _thinned(rows: list[dict[str, Any]], keep: int) -> list[dict[str, Any]]:

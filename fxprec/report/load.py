@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fxprec.errors import PlanError
 from fxprec.plan import Plan
 from fxprec.plan.files import read_entry
+from fxprec.plan.reading import Entry, Reader
 from fxprec.runtime.aps import link_plan
 
 _GIVE = "give a folder that dump= or fxprec dump wrote"
@@ -51,12 +52,10 @@ def is_link_plan(path: Path) -> bool:
     return link_plan.is_link_plan(entry)
 
 
-def json_lines(
-    path: Path, checked: Callable[[dict[str, Any]], dict[str, Any]], what: str, again: str
-) -> Iterator[dict[str, Any]]:
+def json_lines(path: Path, checked: Reader, what: str, again: str) -> Iterator[dict[str, Any]]:
     """Yield the lines of a file as ``checked`` returns them; none without a file. A half-written last line is skipped.
 
-    Raises `PlanError` for a line that is not a line of ``what``: one for which ``checked`` raises.
+    Raises `PlanError` for a line that is not a line of ``what``: one for which ``checked`` raises `PlanError`.
     """
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -64,8 +63,8 @@ def json_lines(
         raise PlanError(f"{path}: cannot be read: {error}; {again}") from None
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
-            row = checked(json.loads(line))
-        except (ValueError, KeyError, TypeError, RecursionError):
+            row = checked(Entry(json.loads(line)))
+        except (ValueError, RecursionError):
             raise PlanError(f"{path}: line {number} is not a line of {what}; {again}") from None
         yield row
 

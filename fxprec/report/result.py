@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from fxprec.errors import ConfigError
+from fxprec.errors import writing
 
 
 def plain(value: object) -> Any:
@@ -26,11 +26,9 @@ def plain(value: object) -> Any:
 def write_result(folder: str | Path, name: str, data: Mapping[str, Any], page: str) -> Path:
     """Write ``name.json`` and ``name.html`` into ``folder``; create it; return the page. Raises `ConfigError`."""
     place = Path(folder)
-    try:
+    with writing(place):
         place.mkdir(parents=True, exist_ok=True)
         text = json.dumps(data, indent=1, allow_nan=False)
         (place / f"{name}.json").write_text(text + "\n", encoding="utf-8")
         (place / f"{name}.html").write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{place}: cannot be written: {error.strerror}; choose a writable folder") from None
     return place / f"{name}.html"

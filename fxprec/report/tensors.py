@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from fxprec.numerics.blocks import BlockFormat, find
 from fxprec.numerics.codec import lost
 from fxprec.numerics.rounding import COMPILE_ABOVE, quantize
 from fxprec.numerics.rows import MAGNITUDE, format_row
+from fxprec.plan.reading import Entry, count, each, exponent, fields_of, finite, number, or_one_of, text
 from fxprec.report import safetensors
 from fxprec.report.load import json_lines
 from fxprec.report.result import plain
@@ -154,19 +155,31 @@ def read_tensors(path: Path) -> Iterator[dict[str, Any]]:
 
     Raises `PlanError` for a line that fxprec cannot have written.
     """
-    return json_lines(path / FILE, _checked, "dump_tensors", "train with dump_tensors again")
+    return json_lines(path / FILE, _LINE, "dump_tensors", "train with dump_tensors again")
 
 
-def _checked(row: dict[str, Any]) -> dict[str, Any]:
-    row |= {name: float(row[name]) for name in ("amax", "norm")}
-    ok = all(type(row[name]) is int for name in ("step", "elements", "zeros", "overflow", "underflow"))
-    ok &= all(isinstance(row[name], str) for name in ("tensor", "kind", "module", "source", "hash", "format"))
-    ok &= all(type(n) is int for n in (row["exponents"]["first"], *row["exponents"]["counts"]))
-    ok &= all(name in row for name in ("site", "scale_exponent", "underflows_at", "range", "half"))
-    ok &= row["file"] is None or (isinstance(row["file"], str) and ".." not in row["file"])
-    if not ok:
-        raise ValueError(row)
-    return row
+def _file(entry: Entry) -> str:
+    """Read the path of a file beside the lines."""
+    found = PurePosixPath(text(entry))
+    if found.is_absolute() or ".." in found.parts:
+        raise entry.wrong("a path below the folder")
+    return str(found)
+
+
+_LINE = fields_of(
+    {
+        **dict.fromkeys(("step", "elements", "zeros", "overflow", "underflow"), count),
+        **dict.fromkeys(("tensor", "kind", "module", "source", "hash", "format", "dtype", "half"), text),
+        **dict.fromkeys(("amax", "norm"), number),
+        "site": or_one_of([None], count),
+        "scale_exponent": exponent,
+        "underflows_at": each(count),
+        "exponents": fields_of({"first": exponent, "counts": each(count)}),
+        "range": or_one_of([None], each(finite)),
+        "file": or_one_of([None], _file),
+    },
+    unread=None,
+)
 
 
 def latest(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
-from fxprec.errors import ConfigError
+from fxprec.errors import writing
 
 SCHEMA = 1
 _COLUMNS = ("tensor", "module", "source", "numel", "error", "reference_error", "sqnr", "share")
@@ -19,13 +19,11 @@ _WIDTH, _HEIGHT = 600, 160  # of a curve, px
 
 def write(folder: Path, tests: Sequence[Mapping[str, Any]]) -> None:
     """Write both files. Raises `ConfigError` if the folder cannot be written."""
-    try:
+    with writing(f"--numerics-report {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         data = {"schema": SCHEMA, "fxprec": metadata.version("fxprec"), "tests": list(tests)}
         (folder / "numerics.json").write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         (folder / "index.html").write_text(page(tests), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--numerics-report: {folder}: {error.strerror}; choose a writable folder") from None
 
 
 def page(tests: Iterable[Mapping[str, Any]]) -> str:

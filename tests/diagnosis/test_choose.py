@@ -49,9 +49,21 @@ def test_a_run_that_diverged_is_no_choice_and_is_counted() -> None:
     found = choice(Trial(0.5, (1.0, math.nan), 0.5))
     assert found.chosen is None
     assert "1 of 2 diverged" in str(found)
-    assert str(found).endswith("No ratio is within 0.01: allow a larger --tolerance, or choose another recipe.")
+    assert str(found).endswith("no low ratio is within 0.01 of 1: allow a larger tolerance, or choose another recipe")
     with pytest.raises(ConfigError, match=r"no low ratio is within 0\.01 of 1: allow a larger tolerance"):
         _ = found.recommended
+
+
+def test_a_reference_that_diverged_is_the_reason(tmp_path: Path) -> None:
+    found = Choice({}, 0.01, False, Trial(None, (1.0, math.inf)), (Trial(0.5, (1.0, -math.inf)),))
+    assert str(found).endswith(
+        "without fxprec 1 of 2 runs diverged, so there is no score to compare with: mend train first"
+    )
+    with pytest.raises(ConfigError, match="without fxprec 1 of 2 runs diverged"):
+        _ = found.recommended
+    found.save(tmp_path / "trials.json")
+    saved = json.loads((tmp_path / "trials.json").read_text(), parse_constant=pytest.fail)
+    assert (saved["reference"]["scores"], saved["trials"][0]["drop"]) == ([1.0, "inf"], "nan")
 
 
 def test_a_smaller_ratio_that_was_not_accepted_is_told() -> None:

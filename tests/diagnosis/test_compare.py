@@ -148,7 +148,7 @@ def test_what_cannot_be_compared_is_one_line_that_teaches(runs, tmp_path, capsys
             (runs / "fp8", runs / "bf16", "--out", "/dev/null/x"),
             "cannot be written: Not a directory; choose a writable",
         ),
-        ((runs / "fp8", runs / "bf16", "--tolerance", "-1"), "--tolerance is -1.0; give a relative difference"),
+        ((runs / "fp8", runs / "bf16", "--tolerance", "-1"), "tolerance is -1.0; give a relative difference"),
     ):
         assert compared(*args) == 2
         error = capsys.readouterr().err

@@ -186,6 +186,7 @@ def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for options, said in (
         (["--only", "cast"], "--only: unknown 'cast'; did you mean 'casts'?; allowed: machine, casts, "),
         (["--limit", "0"], "--limit is 0; give seconds above 0"),
+        (["--limit", "nan"], "--limit is nan; give seconds above 0"),
     ):
         with pytest.raises(SystemExit) as end:
             cli.main(["gpu-check", *options])
