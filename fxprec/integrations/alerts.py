@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,9 +65,10 @@ class Alert:
 
 def _number(text: str) -> float | None:
     try:
-        return float(text)
+        found = float(text)
     except ValueError:
         return None
+    return None if math.isnan(found) else found
 
 
 def alerts_of(given: Iterable[object]) -> tuple[Alert, ...]:

@@ -193,7 +193,7 @@ def from_compressed_tensors(config: Mapping[str, Any] | str | Path, model: nn.Mo
         raise ConfigError(f"the config's groups have the formats {names}; a recipe has one for all forward products")
     (scheme,) = schemes
     targets = [t for name, group in said["config_groups"].items() for t in _targets(name, group)]
-    ignored = said.get("ignore") or []
+    ignored = _names("ignore", said.get("ignore") or [])
     _check_patterns((*targets, *ignored))
     high = _high(targets, ignored, model)
     if scheme.strategy == "tensor":
@@ -206,23 +206,31 @@ def from_compressed_tensors(config: Mapping[str, Any] | str | Path, model: nn.Mo
 def _read(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     if isinstance(config, str | Path):
         try:
-            config = json.loads(Path(config).read_text())
-        except (OSError, ValueError) as error:
+            config = json.loads(Path(config).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{config} cannot be read as JSON: {error}") from None
     if not isinstance(config, Mapping):
         raise ConfigError(f"the config is {config!r}; give it a mapping")
     said = config.get("quantization_config", config)
+    said = said if isinstance(said, Mapping) else {}
     if said.get("quant_method") != METHOD or not isinstance(said.get("config_groups"), Mapping):
         raise ConfigError(
             f"quant_method is {said.get('quant_method')!r}; give it a config of {METHOD!r} with config_groups"
         )
     if said.get("kv_cache_scheme"):
         raise ConfigError("the config rounds a KV cache, and a training step has none; take kv_cache_scheme out")
-    return said  # type: ignore[no-any-return]
+    return said
 
 
-def _targets(name: str, group: object) -> list[str]:
-    return list(group if isinstance(group, list) else group["targets"])  # type: ignore[index]
+def _targets(name: str, group: Mapping[str, Any] | list[str]) -> list[str]:
+    return _names(f"targets of group {name!r}", group if isinstance(group, list) else group.get("targets"))
+
+
+def _names(what: str, value: object) -> list[str]:
+    """Return names of layers. Raises `ConfigError` for anything but a list of texts."""
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"{what} is {value!r:.60}; give it a list of names of layers")
+    return value
 
 
 def _check_patterns(patterns: Iterable[str]) -> None:
@@ -242,6 +250,8 @@ def _imported(name: str, group: Mapping[str, Any] | list[str]) -> Scheme:
     if isinstance(group, list):
         found = next((scheme for scheme in SCHEMES if scheme.preset == name.upper()), None)
         said: object = name
+    elif not isinstance(group, Mapping):
+        raise ConfigError(f"group {name!r} is {group!r:.60}; give it an object, or a list of names of layers")
     else:
         if group.get("output_activations"):
             raise ConfigError(f"group {name!r} rounds outputs, which forward products here do not; take them out")
@@ -255,8 +265,10 @@ def _imported(name: str, group: Mapping[str, Any] | list[str]) -> Scheme:
     return found
 
 
-def _said(args: Mapping[str, Any] | None) -> str:
-    return "nothing" if args is None else ", ".join(f"{key} {args.get(key)}" for key in _COMPARED)
+def _said(args: object) -> str:
+    if not isinstance(args, Mapping):
+        return "nothing" if args is None else f"{args!r:.60}"
+    return ", ".join(f"{key} {args.get(key)}" for key in _COMPARED)
 
 
 def _high(targets: Sequence[str], ignored: Sequence[str], model: nn.Module | None) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ class FxprecCallback(Callback):  # type: ignore[misc, unused-ignore]
     def __init__(self, options: Mapping[str, Any] | None = None, *, part: str = "", layer: str | None = None) -> None:
         self.options, self.part, self.layer = checked(options), part, layer
         self._module: LightningModule | None = None
+        self._logged = 0  # step of the last statistics; several batches may belong to one step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Compile the module, or its layers."""
@@ -39,7 +40,7 @@ class FxprecCallback(Callback):  # type: ignore[misc, unused-ignore]
             compile_in_place(part, self.options)
         else:
             compile_layers(part, self.layer, self.options)
-        self._module = pl_module
+        self._module, self._logged = pl_module, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks. Lightning calls this on all ranks and writes the result on one."""
@@ -58,9 +59,11 @@ class FxprecCallback(Callback):  # type: ignore[misc, unused-ignore]
         if isinstance(outputs, Mapping) and "loss" in outputs:
             for backend in backends_in(pl_module).values():
                 backend.note_loss(outputs["loss"])
-        if trainer.global_step % trainer.log_every_n_steps == 0:
+        step, every = trainer.global_step, trainer.log_every_n_steps  # 0: no logs
+        if every and step % every == 0 and step != self._logged:
+            self._logged = step
             for logger in trainer.loggers:
-                log_statistics(pl_module, logger, trainer.global_step)
+                log_statistics(pl_module, logger, step)
 
     def _tell_of_nothing(self, pl_module: LightningModule) -> None:
         what = f"self.{self.part}(...)" if self.part else "self(...)"

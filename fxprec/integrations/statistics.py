@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fxprec.driver.backend import Backend
-from fxprec.errors import ConfigError
+from fxprec.errors import ConfigError, writing
 from fxprec.integrations.alerts import Alert, alerts_of, note_alerts
 from fxprec.integrations.backends import backends_in
 from fxprec.plan.plan import saved_low_share
@@ -87,12 +87,13 @@ def log_rows(
 
 
 def _append(path: Path, rows: Iterable[Mapping[str, Any]], step: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
-        if file.tell() == 0:
-            writer.writeheader()
-        writer.writerows({**row, "step": step} for row in rows)
+    with writing(path, "path"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+            if file.tell() == 0:
+                writer.writeheader()
+            writer.writerows({**row, "step": step} for row in rows)
 
 
 def _by_tensor(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -86,7 +86,9 @@ def _cast_entries(backend: Backend) -> Iterator[Entry]:
         numbers = {
             "amax": Number(row["amax"], 0.01 * abs(row["amax"])),
             "overflow_ratio": Number(row["overflow_ratio"], 1e-3 + one),
-            "underflow_ratio": Number(row["underflow_ratio"], 1e-3 + one),
+            "underflow_ratio": Number(
+                math.nan if row["underflow_ratio"] is None else row["underflow_ratio"], 1e-3 + one
+            ),
             "scale_exponent": Number(float(row["scale_exponent"]), 1.0),
         }
         name = f"{site.tensor} {site.kind} (graph {row['graph']}, cast {i})"

@@ -272,12 +272,22 @@ def test_an_engines_usual_config_is_read() -> None:
 
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+FP8_ARGS = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 REFUSED = {
     "quant_method is 'gptq'": {"quant_method": "gptq"},
     "rounds weights and inputs as .*type int": {"config_groups": {"a": {"targets": ["Linear"], "weights": INT4}}},
     "group 'W4A16' rounds": {"config_groups": {"W4A16": ["Linear"]}},
     "have the formats MXFP8, NVFP4": {"config_groups": {"NVFP4": ["a"], "MXFP8": ["b"]}},
     r"names layers by 're:\(', which is not a regular expression: missing \)": {"ignore": ["re:("]},
+    r"^ignore is 'lm_head'; give it a list of names of layers": {"ignore": "lm_head"},
+    r"^ignore is \[3\]; give it a list": {"ignore": [3]},
+    r"^targets of group 'NVFP4' is \[None\]; give": {"config_groups": {"NVFP4": [None]}},
+    r"^targets of group 'g' is None; give": {
+        "config_groups": {"g": {"weights": FP8_ARGS, "input_activations": FP8_ARGS}}
+    },
+    r"^group 'g' is 3; give it an object": {"config_groups": {"g": 3}},
+    r"rounds weights and inputs as \('3', 'nothing'\); a rec": {"config_groups": {"g": {"targets": [], "weights": 3}}},
+    r"^quant_method is None; give it a config of": {"quantization_config": None},
     "rounds a KV cache": {"kv_cache_scheme": {"num_bits": 8}},
 }
 

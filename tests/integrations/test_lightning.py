@@ -52,12 +52,15 @@ def batches() -> torch.utils.data.DataLoader:
     return torch.utils.data.DataLoader([batch(step) for step in range(SAVED)], batch_size=None)
 
 
-def run(folder: Path, model: Any, callback: FxprecCallback, resume: Path | None = None, steps: int = STEPS) -> Any:
+def run(
+    folder: Path, model: Any, callback: FxprecCallback, resume: Path | None = None, steps: int = STEPS, **options: Any
+) -> Any:
     torch.compiler.reset()
     saving = lightning.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED, save_top_k=-1)
     trainer = lightning.Trainer(
-        max_steps=steps, accelerator="cpu", logger=lightning.loggers.CSVLogger(folder), log_every_n_steps=5,
+        max_steps=steps, accelerator="cpu", logger=lightning.loggers.CSVLogger(folder),
         enable_progress_bar=False, enable_model_summary=False, callbacks=[callback, saving],
+        **{"log_every_n_steps": 5} | options,
     )  # fmt: skip
     trainer.fit(model, batches(), batches(), ckpt_path=resume)
     return trainer
@@ -90,3 +93,14 @@ def test_the_part_that_it_calls_is_compiled(tmp_path: Path) -> None:
     model = Regression(calls_inner=True)
     run(tmp_path, model, FxprecCallback(OPTIONS, part="inner"), steps=1)
     assert len(fxprec.backend_of(model.inner).plans) == 1
+
+
+def test_a_step_of_several_batches_is_logged_once_and_nothing_where_logging_is_off(tmp_path: Path) -> None:
+    run(
+        tmp_path / "two", Regression(), FxprecCallback(OPTIONS), steps=4, log_every_n_steps=1, accumulate_grad_batches=2
+    )
+    (metrics,) = tmp_path.glob("two/lightning_logs/version_0/metrics.csv")
+    with metrics.open() as file:
+        assert [line["step"] for line in csv.DictReader(file) if line["fxprec/promoted"]] == ["1", "2", "3", "4"]
+    run(tmp_path / "off", Regression(), FxprecCallback(OPTIONS), steps=2, log_every_n_steps=0)
+    assert not list(tmp_path.glob("off/lightning_logs/version_0/metrics.csv"))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fxprec
-from fxprec.errors import FxprecWarning
+from fxprec.errors import ConfigError, FxprecWarning
 from fxprec.integrations import log_statistics
 
 
@@ -66,6 +66,11 @@ def test_a_file_and_nowhere(tmp_path):
     log_statistics(backend, None, 1, alerts=[("*", "amax > 0")])
 
 
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=f"^{tmp_path}: cannot be written: Is a directory; choose a writable path$"):
+        run(fxprec.log_to(tmp_path, every=1), steps=1)
+
+
 def test_an_alert_for_nothing_is_told_once():
     log = fxprec.log_to(None, every=1, alerts=[("layer.9:output", "amax > 0")])
     with pytest.warns(FxprecWarning) as caught:
@@ -82,6 +87,7 @@ def test_an_alert_for_nothing_is_told_once():
         ({"alerts": "amax > 0"}, "alerts is 'amax > 0'; give it a tuple of (pattern, rule)"),
         ({"alerts": [("a",)]}, "alert ('a',); give it (pattern, rule), as"),
         ({"alerts": [("a", "amax")]}, "alert rule 'amax' is not a comparison; write it as 'overflow_ratio > 0.01'"),
+        ({"alerts": [("a", "amax > nan")]}, "alert rule 'amax > nan' is not a comparison; write it as"),
         ({"alerts": [("a", "amx > 1")]}, "unknown number 'amx'; did you mean 'amax'?; use one of amax, overflow_ratio"),
         ({"alerts": [("a:outputs", "amax > 1")]}, "did you mean 'output'"),
         ({"to": 3}, "to=int takes no statistics; give TensorBoard's SummaryWriter"),

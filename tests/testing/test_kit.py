@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxprec import ConfigError, GoldenError, NumericsError, Plan
-from fxprec.testing import Thresholds, assert_identical, verify, verify_training
+from fxprec import Config, ConfigError, GoldenError, NumericsError, Plan
+from fxprec.plan import Group, KindCounts, Site
+from fxprec.testing import Thresholds, assert_identical, golden, verify, verify_training
 from fxprec.testing.measure import measure
 from fxprec.testing.page import page
 
@@ -57,6 +60,25 @@ def test_rules_hold_tensor_by_tensor_and_k_follows_the_coarsest_format(storage, 
         strict.raise_if_wrong()
     plans = [p.golden.plans for p in (verify(mlp, x, options={"recipe": "bf16"}), verify(mlp, x, options=options))]
     assert [Thresholds().k_for(p) for p in plans] == [3.0, k]
+
+
+def test_a_ratio_that_is_not_counted_is_no_difference(tmp_path):
+    """Where codes are counted the underflow ratio is unknown."""
+    site = Site(id=0, tensor="x", kind="output", module="", shape="4", group=0, format="bf16", direction="forward")
+    plan = Plan(sites=(site,), groups=(Group(id=0, elements=0, elements_by_kind=KindCounts(), low=True, order=0),))
+    numbers = {"amax": 1.0, "overflow_ratio": 0.0, "underflow_ratio": None, "scale_exponent": 0}
+    backend = SimpleNamespace(
+        plans=(plan,),
+        all_plans=[plan],
+        stats=lambda: [{"graph": 0, "site": 0, **numbers}],
+        stop_promoting=lambda: None,
+    )
+    now = golden.take(Config(), backend, [])
+    again = golden.with_tolerances(
+        now, SimpleNamespace(backend=backend, jittered=lambda *_: nullcontext()), lambda _: []
+    )
+    golden.save(again, tmp_path / "golden.json")
+    assert golden.differences(golden.load(tmp_path / "golden.json"), now, {}) == []
 
 
 def test_no_warning_on_a_processor_without_16_bit_products():
