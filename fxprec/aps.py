@@ -10,33 +10,17 @@ With ``bits="by link"`` a `LinkPlan` chooses 32, 16, 8 or 4 bits for each layer,
 types. `sub_batches` overlaps the exchange of one sub-batch with the computation of another.
 """
 
-from fxprec.runtime.aps.fsdp import APSReduceScatter, use_aps
-from fxprec.runtime.aps.hook import aps_hook
-from fxprec.runtime.aps.link_plan import GatheredBits, LayerBits, LinkPlan
-from fxprec.runtime.aps.options import APSOptions
-from fxprec.runtime.aps.parallel import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    copy_to_group,
-    reduce_from_group,
-    sub_batches,
-)
-from fxprec.runtime.aps.state import APSState
-
-__all__ = [
-    "APSOptions",
-    "APSReduceScatter",
-    "APSState",
-    "GatheredBits",
-    "LayerBits",
-    "LinkPlan",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "aps_hook",
-    "copy_to_group",
-    "reduce_from_group",
-    "sub_batches",
-    "use_aps",
-]
+from fxprec.runtime.aps.fsdp import APSReduceScatter as APSReduceScatter
+from fxprec.runtime.aps.fsdp import use_aps as use_aps
+from fxprec.runtime.aps.hook import aps_hook as aps_hook
+from fxprec.runtime.aps.link_plan import GatheredBits as GatheredBits
+from fxprec.runtime.aps.link_plan import LayerBits as LayerBits
+from fxprec.runtime.aps.link_plan import LinkPlan as LinkPlan
+from fxprec.runtime.aps.options import APSOptions as APSOptions
+from fxprec.runtime.aps.parallel import all_gather as all_gather
+from fxprec.runtime.aps.parallel import all_reduce as all_reduce
+from fxprec.runtime.aps.parallel import all_to_all as all_to_all
+from fxprec.runtime.aps.parallel import copy_to_group as copy_to_group
+from fxprec.runtime.aps.parallel import reduce_from_group as reduce_from_group
+from fxprec.runtime.aps.parallel import sub_batches as sub_batches
+from fxprec.runtime.aps.state import APSState as APSState

@@ -77,20 +77,10 @@ def formats(as_json: AsJson = False) -> None:
     if as_json:
         print_json({"formats": list(_formats()), "block_formats": list(_block_formats())})
         return
-    from rich import box
-    from rich.table import Table
+    from fxprec.console import columns, console_for
 
-    from fxprec.console import console_for
-
-    table = Table(
-        "name",
-        "fxprec.formats",
-        box=box.SIMPLE_HEAD,
-        caption="Any other: 1-E-M[+bias][:ieee|:fn]",
-        caption_justify="left",
-    )
-    for column in ("bits", "largest", "smallest normal", "smallest", "above it", "torch dtype"):
-        table.add_column(column, justify="right")
+    right = ("bits", "largest", "smallest normal", "smallest", "above it", "torch dtype")
+    table = columns(("name", "fxprec.formats"), right, caption="Any other: 1-E-M[+bias][:ieee|:fn]")
     for row in _formats():
         limits = (f"{row[name]:.7g}" for name in ("largest", "smallest_normal", "smallest"))
         native = row["torch_dtype"] or "-"
@@ -135,13 +125,11 @@ def _block_formats() -> Iterator[dict[str, Any]]:
 
 def _block_table() -> Table:
     """Return the table of formats whose blocks share a scale."""
-    from rich import box
-    from rich.table import Table
+    from fxprec.console import columns
 
-    table = Table("name", "fxprec.formats", "element", box=box.SIMPLE_HEAD, caption_justify="left")
-    table.caption = "Any other: element/block:scale, as int4/64:bf16"
-    for column in ("block", "scale", "offset", "tensor scale", "bits an element"):
-        table.add_column(column, justify="right")
+    right = ("block", "scale", "offset", "tensor scale", "bits an element")
+    caption = "Any other: element/block:scale, as int4/64:bf16"
+    table = columns(("name", "fxprec.formats", "element"), right, caption=caption)
     for row in _block_formats():
         named = (row["name"], row["constant"], row["element"], str(row["block"]), row["scale"])
         table.add_row(*named, row["offset"] or "-", row["tensor_scale"] or "-", f"{row['bits_per_element']:g}")

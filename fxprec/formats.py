@@ -1,65 +1,30 @@
 """Number formats: `Format`, `BlockFormat`, all named formats, `parse`, and `find`, which also accepts block formats."""
 
-from fxprec.numerics.blocks import (
-    INT2,
-    INT4,
-    INT8,
-    MXFP4,
-    MXFP6_E2M3,
-    MXFP6_E3M2,
-    MXFP8_E4M3,
-    MXFP8_E5M2,
-    NVFP4,
-    BlockFormat,
-    Integer,
-    find,
-)
-from fxprec.numerics.formats import (
-    APS_121,
-    APS_130,
-    BF16,
-    E4M3FN,
-    E4M3FN_NAN,
-    E5M2,
-    E5M2_SAT,
-    FP16,
-    FP16_169,
-    FP16_SAT,
-    FP32,
-    HFP8_143,
-    HFP8_152,
-    NAMED,
-    Format,
-    parse,
-)
-
-__all__ = [
-    "APS_121",
-    "APS_130",
-    "BF16",
-    "E4M3FN",
-    "E4M3FN_NAN",
-    "E5M2",
-    "E5M2_SAT",
-    "FP16",
-    "FP16_169",
-    "FP16_SAT",
-    "FP32",
-    "HFP8_143",
-    "HFP8_152",
-    "INT2",
-    "INT4",
-    "INT8",
-    "MXFP4",
-    "MXFP6_E2M3",
-    "MXFP6_E3M2",
-    "MXFP8_E4M3",
-    "MXFP8_E5M2",
-    "NAMED",
-    "NVFP4",
-    "BlockFormat",
-    "Format",
-    "Integer",
-    "find",
-    "parse",
-]
+from fxprec.numerics.blocks import INT2 as INT2
+from fxprec.numerics.blocks import INT4 as INT4
+from fxprec.numerics.blocks import INT8 as INT8
+from fxprec.numerics.blocks import MXFP4 as MXFP4
+from fxprec.numerics.blocks import MXFP6_E2M3 as MXFP6_E2M3
+from fxprec.numerics.blocks import MXFP6_E3M2 as MXFP6_E3M2
+from fxprec.numerics.blocks import MXFP8_E4M3 as MXFP8_E4M3
+from fxprec.numerics.blocks import MXFP8_E5M2 as MXFP8_E5M2
+from fxprec.numerics.blocks import NVFP4 as NVFP4
+from fxprec.numerics.blocks import BlockFormat as BlockFormat
+from fxprec.numerics.blocks import Integer as Integer
+from fxprec.numerics.blocks import find as find
+from fxprec.numerics.formats import APS_121 as APS_121
+from fxprec.numerics.formats import APS_130 as APS_130
+from fxprec.numerics.formats import BF16 as BF16
+from fxprec.numerics.formats import E4M3FN as E4M3FN
+from fxprec.numerics.formats import E4M3FN_NAN as E4M3FN_NAN
+from fxprec.numerics.formats import E5M2 as E5M2
+from fxprec.numerics.formats import E5M2_SAT as E5M2_SAT
+from fxprec.numerics.formats import FP16 as FP16
+from fxprec.numerics.formats import FP16_169 as FP16_169
+from fxprec.numerics.formats import FP16_SAT as FP16_SAT
+from fxprec.numerics.formats import FP32 as FP32
+from fxprec.numerics.formats import HFP8_143 as HFP8_143
+from fxprec.numerics.formats import HFP8_152 as HFP8_152
+from fxprec.numerics.formats import NAMED as NAMED
+from fxprec.numerics.formats import Format as Format
+from fxprec.numerics.formats import parse as parse

@@ -81,12 +81,10 @@ def layers_of(plan: Plan, step_seconds: float) -> list[Layer]:
 
 
 def _table(found: Sequence[Prediction], title: str) -> Table:
-    from rich import box
-    from rich.table import Table
+    from fxprec.console import columns
 
-    table = Table("gradients", box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for column in ("MB sent", "exchange ms", "exposed ms", "step ms", "speedup"):
-        table.add_column(column, justify="right")
+    right = ("MB sent", "exchange ms", "exposed ms", "step ms", "speedup")
+    table = columns(("gradients",), right, title=title)
     for p in found:
         times = (p.bytes_sent / 1e6, p.communication * 1e3, p.exposed * 1e3, p.step * 1e3, found[0].step / p.step)
         table.add_row(p.coding, *(f"{value:.3g}" for value in times))
@@ -117,12 +115,10 @@ def _paper_row(
 
 def paper_table() -> Table:
     """Return Tables 1 and 7 of the paper, predicted and published side by side."""
-    from rich import box
-    from rich.table import Table
+    from fxprec.console import columns
 
-    table = Table("GPUs", "sub-batch", "kernels", box=box.SIMPLE_HEAD, title="Predicted speedup of AlexNet (published)")
-    for column in ("32-bit", "8-bit"):
-        table.add_column(column, justify="right")
+    title = "Predicted speedup of AlexNet (published)"
+    table = columns(("GPUs", "sub-batch", "kernels"), ("32-bit", "8-bit"), title=title)
     for row in paper_rows():
         cells = (f"{row[name]['predicted']:.3g} ({row[name]['published']:g})" for name in ("32-bit", "8-bit"))
         table.add_row(str(row["gpus"]), str(row["sub_batch"]), row["kernels"], *cells)

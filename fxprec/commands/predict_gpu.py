@@ -33,12 +33,10 @@ def show(plan: Plan, name: str, *, as_json: bool) -> None:
 
 
 def _steps(found: Prediction) -> Table:
-    from rich import box
-    from rich.table import Table
+    from fxprec.console import columns
 
-    table = Table("step", box=box.SIMPLE_HEAD, title=f"{found.gpu} ({found.source})", title_justify="left")
-    for column in ("ms", "of autocast", "peak GB", "of autocast", "layers over codes"):
-        table.add_column(column, justify="right")
+    right = ("ms", "of autocast", "peak GB", "of autocast", "layers over codes")
+    table = columns(("step",), right, title=f"{found.gpu} ({found.source})")
     base = found.steps[0]
     for step in found.steps:
         shares = (_share(step.seconds, base.seconds), _share(step.peak_bytes, base.peak_bytes))
@@ -52,11 +50,11 @@ def _share(found: float, base: float) -> str:
 
 
 def _gemms(found: Prediction) -> Table:
-    from rich import box
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table("layer", "rows x columns x inner", "multiplying codes", box=box.SIMPLE_HEAD)
+    from fxprec.console import columns
+
+    table = columns(("layer", "rows x columns x inner", "multiplying codes"), ())
     for layer, pays in found.layers:
         table.add_row(
             escape(layer.module), _size(layer), "pays" if pays else "does not pay" if layer.weight else "no kernel"

@@ -33,6 +33,8 @@ WAYS = ("narrow", *BLOCK_WAYS, "recompute", "offload")
 DEFAULT_WAYS = ("narrow", "recompute")
 ALLOCATORS = ("compact", "system")
 LOWERINGS = ("auto", "triton", "inductor", "eager")
+_WORDS = {"lowering": LOWERINGS, "gemms": GEMMS, "mode": MODES, "grouping": GROUPINGS}
+_WORDS_OR_NONE = {"on_nonfinite": ON_NONFINITE, "allocator": ALLOCATORS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +171,8 @@ class Config:
     def __post_init__(self) -> None:
         put = object.__setattr__
         recipe = find_recipe(self.recipe)
-        _check_policy(self.policy)
+        if not callable(self.policy):
+            one_of("policy", self.policy, POLICIES, "or a function f(tensors, config) -> group ids")
         put(self, "low_ratio", checks.ratio("low_ratio", self.low_ratio))
         put(self, "activation_budget", checks.byte_size("activation_budget", self.activation_budget))
         put(self, "peak_budget", checks.byte_size_or_share("peak_budget", self.peak_budget))
@@ -180,28 +183,21 @@ class Config:
         put(self, "plan", checks.path("plan", self.plan, "a plan file"))
         put(self, "dump", checks.path("dump", self.dump, "a folder"))
         put(self, "dump_tensors", tensor_patterns("dump_tensors", self.dump_tensors))
-        put(
-            self,
-            "dump_every",
-            None if self.dump_every is None else checks.integer("dump_every", self.dump_every, least=1),
-        )
-        if self.watch_every is not None:
-            put(self, "watch_every", checks.integer("watch_every", self.watch_every, least=1))
+        for name in ("dump_every", "watch_every"):
+            if getattr(self, name) is not None:
+                put(self, name, checks.integer(name, getattr(self, name), least=1))
         put(self, "dump_limit", checks.byte_size("dump_limit", self.dump_limit, or_zero=True))
         put(self, "accumulator", find_accumulator(self.accumulator))
         put(self, "seed", checks.integer("seed", self.seed, least=0))
-        put(self, "strict", checks.boolean("strict", self.strict))
+        checks.boolean("strict", self.strict)
         if self.fast_accum is not None:
-            put(self, "fast_accum", checks.boolean("fast_accum", self.fast_accum))
-        put(self, "verify", checks.boolean("verify", self.verify))
-        one_of("lowering", self.lowering, LOWERINGS)
-        if self.on_nonfinite is not None:
-            one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE, "or None")
-        if self.allocator is not None:
-            one_of("allocator", self.allocator, ALLOCATORS, "or None")
-        one_of("gemms", self.gemms, GEMMS)
-        one_of("mode", self.mode, MODES)
-        one_of("grouping", self.grouping, GROUPINGS)
+            checks.boolean("fast_accum", self.fast_accum)
+        checks.boolean("verify", self.verify)
+        for name, allowed in _WORDS.items():
+            one_of(name, getattr(self, name), allowed)
+        for name, allowed in _WORDS_OR_NONE.items():
+            if getattr(self, name) is not None:
+                one_of(name, getattr(self, name), allowed, "or None")
         if not isinstance(self.grad_scaling, GradScaling | LossScaling):
             one_of("grad_scaling", self.grad_scaling, tuple(NAMED), "or a fxprec.GradScaling or fxprec.LossScaling")
         if self.storage is not None:
@@ -295,11 +291,6 @@ def _refuse_unknown(options: Mapping[str, object]) -> None:
                 f"unknown option {name!r}{hint}{takes} options are {', '.join(known)}; torch.compile and "
                 "fxprec.Backend also take optimizer and step_budget"
             )
-
-
-def _check_policy(policy: object) -> None:
-    if not callable(policy):
-        one_of("policy", policy, POLICIES, "or a function f(tensors, config) -> group ids")
 
 
 def _patterns(value: object) -> tuple[str, ...] | Literal["ends"]:

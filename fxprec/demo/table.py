@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.table import Table
 
+from fxprec.console import columns
 from fxprec.demo.train import Outcome
 
 CAPTION = (
@@ -15,27 +15,15 @@ CAPTION = (
     "left out. Low: share of elements asked and planned low. Compile is the first step; "
     "train all later ones."
 )
-_COLUMNS = (
-    "model",
-    "recipe",
-    "accuracy\nor loss",
-    "low\nasked",
-    "low\nreached",
-    "saved\nMB",
-    "vs\nfp32",
-    "promoted",
-    "compile\ns",
-    "train\ns",
-)
+_NUMBERS = (
+    "accuracy\nor loss", "low\nasked", "low\nreached", "saved\nMB", "vs\nfp32", "promoted", "compile\ns", "train\ns",
+)  # fmt: skip
 
 
 def result_table(outcomes: Sequence[Outcome]) -> Table:
     """Return a table with one row per outcome, in order; it fits 80 columns."""
-    table = Table(
-        title="fxprec demo", caption=CAPTION, box=box.SIMPLE_HEAD, caption_justify="left", padding=(0, 1, 0, 0)
-    )
-    for name in _COLUMNS:
-        table.add_column(name, justify="left" if name in ("model", "recipe") else "right")
+    options = {"title": "fxprec demo", "title_justify": "center", "caption": CAPTION, "padding": (0, 1, 0, 0)}
+    table = columns(("model", "recipe"), _NUMBERS, **options)
     fp32 = {o.task: o.saved_bytes for o in outcomes if o.recipe == "fp32"}
     for i, outcome in enumerate(outcomes):
         last = i + 1 == len(outcomes) or outcomes[i + 1].task != outcome.task

@@ -48,11 +48,11 @@ class Outcome:
 
     def low_ratio(self, which: str) -> float | None:
         """Return the ``"requested"`` or ``"achieved"`` share of low elements, over all plans; None without a plan."""
-        plans = [p.to_dict() for p in self.plans]
-        total = sum(p["total_elements"] for p in plans)
-        if not total or any(p[f"{which}_low_ratio"] is None for p in plans):
+        ratios = [getattr(plan, f"{which}_low_ratio") for plan in self.plans]
+        total = sum(plan.total_elements for plan in self.plans)
+        if not total or None in ratios:
             return None
-        return float(sum(p[f"{which}_low_ratio"] * p["total_elements"] for p in plans) / total)
+        return float(sum(r * plan.total_elements for r, plan in zip(ratios, self.plans, strict=True)) / total)
 
 
 class SavedBytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,15 +72,13 @@ def over_checkpoints(
         found.append({module: combined(damages) for module, damages in by_module.items()})
         tell(f"{path.name}: loss {diagnosis.loss:.6g}")
     modules = dict.fromkeys(module for damages in found for module in damages)
-    return Course(_names(paths), {m: tuple(damages.get(m, 0.0) for damages in found) for m in modules})
+    return Course(
+        tuple(path.stem for path in paths), {m: tuple(damages.get(m, 0.0) for damages in found) for m in modules}
+    )
 
 
 def _by_number(path: Path) -> tuple[list[int], str]:
     return [int(n) for n in re.findall(r"\d+", path.name)], path.name
-
-
-def _names(paths: Sequence[Path]) -> tuple[str, ...]:
-    return tuple(path.stem for path in paths)
 
 
 def _load(model: nn.Module, path: Path) -> None:

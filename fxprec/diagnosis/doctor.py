@@ -125,7 +125,8 @@ def doctor(
         rows += examined[-1].rows(formats)
         notes += _blind_spots(examined[-1])
         tell(f"graph {examined[-1].index}: {len(rows)} stored tensors in {len(formats)} formats")
-    groups = sorted((g for e in examined for g in e.groups(r for r in rows if r.graph == e.index)), key=_worst)
+    found = (g for e in examined for g in e.groups(r for r in rows if r.graph == e.index))
+    groups = sorted(found, key=lambda g: (-g.damage, g.graph, g.group))
     checks = _checks(examined, rows, groups, request.reruns, tell)
     gemms = [row for e in examined for row in e.gemms()]
     advice = hold_gemms(advise(rows, hi, request.base, request.tolerance), gemms, request.high_share)
@@ -145,10 +146,6 @@ def doctor(
         notes=tuple(dict.fromkeys(notes)),
         seconds=time.perf_counter() - start,
     )
-
-
-def _worst(group: GroupRow) -> tuple[float, int, int]:
-    return (-group.damage, group.graph, group.group)
 
 
 STEPS = 3  # statistics of the first step choose the scales of gradients, and arrive in the third

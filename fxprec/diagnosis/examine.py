@@ -88,7 +88,7 @@ class Examined:
             site=site.id,
             tensor=site.tensor,
             kind=site.kind,
-            module=self.module(site),
+            module=self._named(site.module),
             source=site.source,
             group=site.group,
             elements=site.elements,
@@ -101,11 +101,8 @@ class Examined:
             costs={f: self._cost(casts, find(f), to_format(f)) for f in formats},
         )
 
-    def module(self, site: Site) -> str:
-        """Return a site's module by its name in the user's model."""
-        return self._named(site.module)
-
     def _named(self, module: str) -> str:
+        """Return a module's name in the user's model."""
         return "" if f"{module}." == self.prefix else module.removeprefix(self.prefix)
 
     def _cost(self, casts: Sequence[Cast], fmt: AnyFormat, read: Round) -> Cost:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from fxprec.report.result import plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,15 +22,8 @@ class Cost:
     zeros: float
 
 
-class _Plain:
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data, with numbers that are not finite as strings."""
-        found: dict[str, Any] = plain(self)
-        return found
-
-
 @dataclass(frozen=True, kw_only=True)
-class Row(_Plain):
+class Row:
     """One tensor, as the plan stores it."""
 
     graph: int
@@ -62,7 +52,7 @@ class Row(_Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupRow(_Plain):
+class GroupRow:
     """The stored tensors of one group together."""
 
     graph: int
@@ -82,7 +72,7 @@ class GroupRow(_Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmRow(_Plain):
+class GemmRow:
     """One GEMM whose operands the recipe rounds to blocks, re-run with only its operands rounded."""
 
     graph: int
@@ -97,7 +87,7 @@ class GemmRow(_Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check(_Plain):
+class Check:
     """One re-run of the step with some tensors low and all others exact, beside the prediction."""
 
     name: str

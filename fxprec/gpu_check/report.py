@@ -70,11 +70,11 @@ class Report:
 
     def table(self) -> Table:
         """Return the verdicts as a table for the terminal."""
-        from rich import box
         from rich.markup import escape
-        from rich.table import Table
 
-        table = Table("item", "verdict", "s", "checked", box=box.SIMPLE_HEAD)
+        from fxprec.console import columns
+
+        table = columns(("item", "verdict", "s", "checked"), ())
         for item in self.items:
             seconds = f"{sum(one.seconds for one in self.of(item)):.1f}"
             table.add_row(item.title, self.verdict(item), seconds, escape(self.summary(item)))

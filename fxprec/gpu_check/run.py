@@ -10,8 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -143,12 +142,6 @@ def _end_of(code: int | None) -> str:
     return f"ended with exit code {code}" if code else "ended before it was done"
 
 
-@contextmanager
-def _folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="fxprec-gpu-check-") as name:
-        yield Path(name)
-
-
 def run_items(
     items: Sequence[Item],
     *,
@@ -163,7 +156,7 @@ def run_items(
     """
     found: list[Findings] = []
     modes: tuple[Mode, ...] = ("interpreted", "compiled") if dry else ("gpu",)
-    with _folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="fxprec-gpu-check-") as folder:
         for mode in modes:
             mine = [item for item in items if mode in item.modes(dry=dry)]
             if not mine:
@@ -171,7 +164,7 @@ def run_items(
             host = Host(mode)
             try:
                 for item in mine:
-                    findings = host.run(item, limit, folder, partial(watch, item))
+                    findings = host.run(item, limit, Path(folder), partial(watch, item))
                     found.append(findings)
                     done(item, findings)
                     if findings.refused:

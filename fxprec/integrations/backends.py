@@ -30,7 +30,7 @@ def backends_in(model: object) -> dict[str, Backend]:
     for name, module in modules:
         backend = find_backend(module)
         if backend is not None and all(backend is not other for other in found.values()):
-            short = _without_wrappers(name)
+            short = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
             found[name if short in found else short] = backend
     if not found:
         raise ConfigError(
@@ -40,8 +40,12 @@ def backends_in(model: object) -> dict[str, Backend]:
     return found
 
 
-def _without_wrappers(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+def compile_part(part: nn.Module, layer: str | None, options: Mapping[str, Any]) -> None:
+    """Compile a module in place or, if ``layer`` names a class, each of its modules of that class."""
+    if layer is None:
+        compile_in_place(part, options)
+    else:
+        compile_layers(part, layer, options)
 
 
 def compile_layers(model: nn.Module, layer: str | type[nn.Module], options: Mapping[str, Any] | None = None) -> int:
@@ -50,9 +54,9 @@ def compile_layers(model: nn.Module, layer: str | type[nn.Module], options: Mapp
     ``layer``: the class or its name, such as ``"LlamaDecoderLayer"``. Call this before ``fully_shard``, which changes
     the classes of modules. Raises `ConfigError` if no module is of that class.
     """
-    chosen = [m for m in model.modules() if (layer in _names(m) if isinstance(layer, str) else isinstance(m, layer))]
+    name = layer if isinstance(layer, str) else layer.__name__
+    chosen = [m for m in model.modules() if any(layer in (c, c.__name__) for c in type(m).__mro__)]
     if not chosen:
-        name = layer if isinstance(layer, str) else layer.__name__
         known = sorted({type(m).__name__ for m in model.modules()})
         raise ConfigError(f"no module of class {name!r} to compile; this model has {', '.join(known)}")
     for module in chosen:
@@ -82,7 +86,3 @@ def checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
     if options is not None and not isinstance(options, Mapping):
         raise ConfigError(f"options is {options!r}; give a dict of fxprec.Config's fields, such as {{'recipe': 'fp8'}}")
     return dict(options or {})
-
-
-def _names(module: nn.Module) -> set[str]:
-    return {base.__name__ for base in type(module).__mro__}

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from fxprec.errors import FxprecError, FxprecWarning
-from fxprec.integrations.backends import backends_in, checked, compile_in_place, compile_layers
+from fxprec.integrations.backends import backends_in, checked, compile_part
 from fxprec.integrations.rank_states import RankStates
 from fxprec.integrations.statistics import log_statistics, summary
 
@@ -62,10 +62,7 @@ class FxprecCallback(TrainerCallback, ExportableState):  # type: ignore[misc, un
     def _compile(self, model: nn.Module) -> None:
         if model is self._model:
             return
-        if self.layer is None:
-            compile_in_place(model, self.options)
-        else:
-            compile_layers(model, self.layer, self.options)
+        compile_part(model, self.layer, self.options)
         self._model = model
         _CALLBACKS[model] = self
 

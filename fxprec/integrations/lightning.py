@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fxprec.errors import FxprecError, FxprecWarning
-from fxprec.integrations.backends import backends_in, checked, compile_in_place, compile_layers
+from fxprec.integrations.backends import backends_in, checked, compile_part
 from fxprec.integrations.rank_states import RankStates
 from fxprec.integrations.statistics import log_statistics
 
@@ -35,11 +35,7 @@ class FxprecCallback(Callback):  # type: ignore[misc, unused-ignore]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Compile the module, or its layers."""
-        part = pl_module.get_submodule(self.part)
-        if self.layer is None:
-            compile_in_place(part, self.options)
-        else:
-            compile_layers(part, self.layer, self.options)
+        compile_part(pl_module.get_submodule(self.part), self.layer, self.options)
         self._module, self._logged = pl_module, 0
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,8 +14,6 @@ from fxprec.driver.capture import Captured
 from fxprec.errors import ConfigError
 from fxprec.testing.case import Case, first_line
 
-_KINDS = {"param": "param", "buffer": "buffer"}
-
 
 @dataclass(frozen=True)
 class Input:
@@ -136,7 +134,7 @@ def _piece(captured: Captured, args: tuple[Any, ...]) -> Piece:
     placeholders = graph.find_nodes(op="placeholder")
     if not all(isinstance(arg, Tensor) for arg in args):
         raise ConfigError("the graph has an input that is not a tensor; make the model's sizes constant")
-    kinds = [_KINDS.get(described.kind, "input") for described in captured.inputs]
+    kinds = [known.kind if known.kind in ("param", "buffer") else "input" for known in captured.inputs]
     inputs = {n.name: Input.like(a, kind) for n, a, kind in zip(placeholders, args, kinds, strict=False)}
     recorder = _Recorder(captured.gm)
     recorder.run(*(a.clone() for a in args))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from torch.fx import Graph, Node, map_arg
 
@@ -79,24 +78,18 @@ def without(piece: Piece, names: set[str]) -> Piece | None:
         new.replace_all_uses_with(made)
         inputs[made.name] = piece.values[old.name]
         kept[old] = made
-    graph.output(_mapped(piece.graph, kept))
+    graph.output(map_arg(piece.graph.output_node().args[0], lambda n: kept[n]))
     return _tidy(replace(piece, inputs=inputs), graph)
-
-
-def _mapped(graph: Graph, kept: dict[Node, Node]) -> Any:
-    return map_arg(graph.output_node().args[0], lambda n: kept[n])
 
 
 def _copied(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
     """Copy everything but the output, names included."""
     copy, kept = Graph(), dict[Node, Node]()
-    for node in _computing(graph):
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
         kept[node] = copy.node_copy(node, lambda n: kept[n])
     return copy, kept
-
-
-def _computing(graph: Graph) -> Iterator[Node]:
-    return (n for n in graph.nodes if n.op != "output")
 
 
 def _tidy(piece: Piece, graph: Graph) -> Piece:

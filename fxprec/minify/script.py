@@ -96,15 +96,12 @@ def script(
         options=dict(options),
         own="\n".join(own),
     )
-    body = "\n".join(f"    {line}" if line.strip() else "" for line in _function(code.src).splitlines())
+    function = code.src[code.src.index("def forward") :]
+    body = "\n".join(f"    {line}" if line.strip() else "" for line in function.splitlines())
     values = "".join(f"        {made},\n" for made in called_with)
     call = f"\n\ndef inputs():\n    return (\n{values}    )\n" if called_with else "\n\ndef inputs():\n    return ()\n"
     tail = _CRASH.format(steps=steps) if limit is None else _ERROR.format(limit=limit)
     return head.rstrip() + "\n\n" + body.rstrip() + "\n" + call + tail
-
-
-def _function(source: str) -> str:
-    return source[source.index("def forward") :]
 
 
 def _made(spec: Input, seed: int) -> str:

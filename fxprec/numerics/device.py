@@ -43,7 +43,7 @@ def encoder_source(fmt: Format, *, keep: bool = False) -> tuple[str, str]:
     kept = kept_codes(fmt)[0] if keep else None
     name = f"encode_{identifier(fmt)}{'_keep' if keep else ''}"
     doc = f"Codes of {fmt.name}: nearest even, {beyond[str(fmt.overflow)]}{', inf kept' if keep else ''}."
-    return name, _function(name, "x", "float", doc, lambda x: codec.folded_codes(x, fmt, kept))
+    return name, function(name, {"x": "float"}, doc, lambda x: codec.folded_codes(x, fmt, kept))
 
 
 def has_instruction(fmt: Format) -> bool:
@@ -99,20 +99,20 @@ def decoder_source(fmt: Format) -> tuple[str, str]:
     """Return name and source of the function from int32 codes (upper bits ignored) to float32."""
     name = f"decode_{identifier(fmt)}"
     doc = f"Numbers of {fmt.name}."
-    return name, _function(name, "code", "int", doc, lambda code: codec.folded_numbers(code, fmt))
+    return name, function(name, {"code": "int"}, doc, lambda code: codec.folded_numbers(code, fmt))
 
 
 def rounder_source(fmt: Format) -> tuple[str, str]:
     """Return name and source of the function that rounds float32 to nearest even; NaN stays NaN."""
     name, row = f"nearest_{identifier(fmt)}", format_row(fmt)
-    return name, _function(name, "x", "float", f"Nearest {fmt.name}.", lambda x: codec.nearest(x, row))
+    return name, function(name, {"x": "float"}, f"Nearest {fmt.name}.", lambda x: codec.nearest(x, row))
 
 
 def bfloat16_source(name: str) -> str:
     """Return the source of a function that rounds to the nearest bfloat16, ties to even, and returns float32."""
     row = format_row(BF16)
     doc = "Nearest bfloat16, ties to even, as float32."
-    return _function(name, "x", "float", doc, lambda x: special.nearest_cut(x, row))
+    return function(name, {"x": "float"}, doc, lambda x: special.nearest_cut(x, row))
 
 
 def by_table_source(name: str) -> str:
@@ -129,10 +129,6 @@ def by_table_source(name: str) -> str:
     lines, outputs = statements(trace(run, kinds), TRITON, names)
     doc = "Nearest even in the format that a row of the scale table holds; NaN stays."
     return _text(name, "x, entry", doc, [*loads, *lines, f"return {outputs['found']}"])
-
-
-def _function(name: str, argument: str, kind: Kind, doc: str, text: Callable[[Tensor], Tensor]) -> str:
-    return function(name, {argument: kind}, doc, text)
 
 
 def function(name: str, own: Mapping[str, Kind], doc: str, text: Callable[..., Tensor | tuple[Tensor, ...]]) -> str:

@@ -20,11 +20,6 @@ def swizzled(scales: Tensor) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
 
 
-def padded_size(rows: int, blocks: int) -> int:
-    """Return the number of elements that `swizzled` returns."""
-    return -(-rows // ROWS) * ROWS * (-(-blocks // BLOCKS) * BLOCKS)
-
-
 def places(rows: int, blocks: int) -> Tensor:
     """Return the position of the scale of each row and block, (rows, blocks) int64: the definition, by element."""
     row = torch.arange(rows, device="cpu").view(-1, 1)

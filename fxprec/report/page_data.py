@@ -51,7 +51,7 @@ def page_data(plan: Plan, title: str, drawing: Drawing | None, history: Sequence
         "saved": _saved(plan),
         "peak": _peak(plan),
         "groups": [
-            [g.id, int(g.low), g.order, g.elements, g.saved_elements, g.saved_bytes, texts(_operators(g.operators))]
+            [g.id, int(g.low), g.order, g.elements, g.saved_elements, g.saved_bytes, texts(", ".join(g.operators))]
             for g in plan.groups
         ],
         "curve": [_point(p) for p in points],
@@ -63,10 +63,6 @@ def page_data(plan: Plan, title: str, drawing: Drawing | None, history: Sequence
         "history": list(history),
     }
     return data | {"texts": list(texts.known)}
-
-
-def _operators(names: Sequence[str]) -> str:
-    return ", ".join(names)
 
 
 def _peak(plan: Plan) -> dict[str, Any] | None:
