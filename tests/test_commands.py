@@ -26,6 +26,10 @@ def make():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(3, 4)
 
+def chatty(*_):
+    print("loading")
+    return make()
+
 def wrong_shapes():
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(9, 2)), torch.ones(3, 4)
 
@@ -43,6 +47,7 @@ def needs(x):
     return x
 
 def score(backend, seed):
+    print("training")
     return 0.5
 
 def fails(backend, seed):
@@ -132,13 +137,17 @@ def test_choose_prints_json_and_its_progress_elsewhere(here: Path) -> None:
 
 
 def test_doctor_prints_json_and_its_progress_elsewhere(here: Path) -> None:
-    found = printed("doctor", "t.py:make", "--formats", "e4m3fn")
+    found = printed("doctor", "t.py:chatty", "--formats", "e4m3fn")
     assert found["recommended"]["recipe"] == "fp8"
     assert json.loads((here / "fxprec-doctor/diagnosis.json").read_text()) == found
 
 
+def test_fits_prints_json(here: Path) -> None:
+    assert printed("fits", "t.py:chatty", "--gpu", "1GiB")["fits"]
+
+
 def test_minify_prints_json(here: Path) -> None:
-    found = printed("minify", "t.py:make", "--recipe", "hfp8")
+    found = printed("minify", "t.py:chatty", "--recipe", "hfp8")
     assert found["error"] >= found["error_with_all_high"]
     assert [c["adds"] for c in found["culprits"]] == sorted((c["adds"] for c in found["culprits"]), reverse=True)
 
@@ -181,14 +190,14 @@ def test_ways_may_be_written_with_blanks(here: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("doctor t.py:raises", "target 't.py:raises': KeyError: 'no' (t.py:19); call it in a script of yours to see"),
-        ("doctor t.py:needs", "t.py:21: TypeError: needs() missing 1 required positional argument: 'x'"),
+        ("doctor t.py:raises", "target 't.py:raises': KeyError: 'no' (t.py:23); call it in a script of yours to see"),
+        ("doctor t.py:needs", "t.py:25: TypeError: needs() missing 1 required positional argument: 'x'"),
         ("doctor t.py:wrong_shapes", "uncompiled either: RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x8 and 9x2); give"),
-        ("choose t.py:needs --seeds 1", "t.py:21: TypeError: needs() takes 1 positional argument but 2 were given"),
-        ("choose t.py:fails --seeds 1", "ValueError: invalid literal for int() with base 10: 'no' (t.py:28); call"),
+        ("choose t.py:needs --seeds 1", "t.py:25: TypeError: needs() takes 1 positional argument but 2 were given"),
+        ("choose t.py:fails --seeds 1", "ValueError: invalid literal for int() with base 10: 'no' (t.py:33); call"),
         ("choose t.py:score --ratios 0 --seeds 1 --out no/x", "no/x: cannot be written: No such file or directory"),
         ("dump t.py:wrong_shapes", "fake tensors: RuntimeError: a and b must have same reduction dim, but got [3, 8] X"),
-        ("dump t.py:wrong_view", "RuntimeError: shape '[7]' is invalid for input of size 12 (t.py:13); make it run as"),
+        ("dump t.py:wrong_view", "RuntimeError: shape '[7]' is invalid for input of size 12 (t.py:17); make it run as"),
     ],
 )  # fmt: skip
 def test_a_users_mistake_is_one_line_with_its_cause(

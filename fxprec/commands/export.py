@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,7 +37,9 @@ def export(
         raise ConfigError(f"--to is {to!r}; the only config that is written is 'compressed-tensors'")
     from fxprec.integrations.compressed_tensors import to_compressed_tensors
 
-    exported = to_compressed_tensors(_plans(target, recipe, keep_high, low_ratio))
+    with redirect_stdout(sys.stderr):  # what the factory prints is no part of the config
+        plans = _plans(target, recipe, keep_high, low_ratio)
+    exported = to_compressed_tensors(plans)
     for remark in exported.remarks:
         print(f"note: {remark}", file=sys.stderr)
     text = json.dumps(exported.config, indent=2)

@@ -5,20 +5,41 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import Annotated, Literal, TextIO
 
 import typer
 
 MAX_SEED = 2**63 - 1
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_json_to: list[TextIO] = []  # standard output, while a command runs that prints JSON
+
+
+@contextmanager
+def _json_alone() -> Iterator[None]:
+    _json_to.append(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _json_to.pop()
+
+
+def _alone_if_asked(context: typer.Context, asked: bool) -> bool:
+    """Send what the user's code prints to standard error, so that JSON alone is on standard output."""
+    if asked:
+        context.with_resource(_json_alone())
+    return asked
+
+
+AsJson = Annotated[bool, typer.Option("--json", callback=_alone_if_asked, help="Print JSON.")]
 
 
 def print_json(data: object) -> None:
     """Print data as JSON: dataclasses as objects, non-finite numbers as text."""
     from fxprec.report.result import plain
 
-    print(json.dumps(plain(data), indent=1, allow_nan=False))
+    print(json.dumps(plain(data), indent=1, allow_nan=False), file=_json_to[-1] if _json_to else None)
 
 
 def teller(*, as_json: bool) -> Callable[[str], None]:

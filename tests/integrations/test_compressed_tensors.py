@@ -355,7 +355,7 @@ def run(*args: str) -> int:
 def test_the_command_exports_a_factory_and_its_plan_alike(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("t.py").write_text(
-        "import torch\ndef make():\n    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)), "
+        "import torch\ndef make():\n    print('loading')\n    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)), "
         "torch.ones(32, 32)\n"
     )
     assert not run("export", "t.py:make", "--recipe", "nvfp4", "--keep-high", "1")
