@@ -236,6 +236,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "damage": ("doctor bad_targets:model --tolerance -2", "tolerance is -2.0, out of range; give it a damage above 0"),
     "formats": ("doctor bad_targets:model --formats e9", f"formats: unknown format 'e9'; {FORMAT_NAMES}"),
     "latency": ("predict plan.json --latency 2h", "time '2h' is not understood; write for instance 0.2ms"),
+    "step": ("predict plan.json --step 0ms", "--step is 0ms; give the time that a rank computes in a step, such as"),
+    "forward": ("predict forward.json", "forward.json: has no gradients of parameters to exchange; give the plan of"),
     "world": ("predict plan.json --world 0", "world size 0 is not a number of ranks; give at least 1"),
     "gpu": ("predict plan.json --gpu h999", "--gpu h999: no figures; there are"),
     "top": ("minify a:b --top 0", "--top is 0; give at least 1"),
@@ -250,6 +252,7 @@ def told(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     targets.model = lambda: (net(), torch.ones(2, 4))
     monkeypatch.setitem(sys.modules, "bad_targets", targets)
     Path("plan.json").write_text(plan())
+    fxprec.Plan().save("forward.json")
     with pytest.raises(SystemExit) as end:
         cli.main(command.split())
     assert end.value.code == 2

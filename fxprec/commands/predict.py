@@ -52,7 +52,13 @@ def predict(
         show(Plan.load(plan), gpu, as_json=as_json)
         return
     way = Way(world, group_size)
-    layers = layers_of(Plan.load(plan), parse_seconds(step))
+    seconds = parse_seconds(step)
+    if not seconds:
+        raise ConfigError(f"--step is {step}; give the time that a rank computes in a step, such as 300ms")
+    made = Plan.load(plan)
+    if not any(group.elements_by_kind.grad_param for group in made.groups):
+        raise ConfigError(f"{plan}: has no gradients of parameters to exchange; give the plan of a training step")
+    layers = layers_of(made, seconds)
     wire = Link(parse_rate(link), parse_seconds(latency))
     found = [predict_step(layers, way, wire, coding) for coding in CODINGS]
     if as_json:

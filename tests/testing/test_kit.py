@@ -137,3 +137,5 @@ def test_page_escapes_names_and_draws_curves():
     assert text.count("<polyline") == text.count("<polygon") == 1
     assert "src=" not in text
     assert "http" not in text
+    skipped = page([{"test": "t.py::skipped", "outcome": "skipped", "checks": []}])
+    assert ('class="good"' in skipped, "--numerics-update" in skipped) == (True, False), "an expected failure, too"
