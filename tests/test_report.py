@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -182,6 +183,15 @@ def test_statistics_of_another_plan_are_one_line(tmp_path):
         PlanError, match=r"stats\.jsonl: line 1 is not a line of statistics of this plan; dump the model"
     ):
         read_history(tmp_path / "stats.jsonl", sites=0)
+
+
+def test_statistics_are_read_line_by_line_up_to_a_limit(tmp_path, monkeypatch):
+    write_stats(tmp_path / "stats.jsonl", rows=1, steps=1)
+    monkeypatch.setattr("fxprec.report.load.MAX_LINE", 50)
+    with pytest.raises(PlanError, match="line 1 is not a line of statistics of this plan"):
+        read_history(tmp_path / "stats.jsonl", sites=1)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert read_history(tmp_path / "pipe.jsonl", sites=1) == [], "opening a pipe would wait for its writer"
 
 
 @pytest.mark.parametrize(

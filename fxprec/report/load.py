@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from fxprec.plan.files import read_entry
 from fxprec.plan.reading import Entry, Reader
 from fxprec.runtime.aps import link_plan
 
+MAX_LINE = 2**24  # characters of a line of statistics or of a tensor's facts
 _GIVE = "give a folder that dump= or fxprec dump wrote"
 
 
@@ -57,16 +59,23 @@ def json_lines(path: Path, checked: Reader, what: str, again: str) -> Iterator[d
 
     Raises `PlanError` for a line that is not a line of ``what``: one for which ``checked`` raises `PlanError`.
     """
+    if not path.is_file():
+        return
     try:
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        with path.open(encoding="utf-8", newline="\n") as file:
+            for number, line in enumerate(iter(partial(file.readline, MAX_LINE), ""), start=1):
+                if not line.endswith("\n") and len(line) < MAX_LINE:
+                    return
+                yield _checked(line, checked, f"{path}: line {number} is not a line of {what}; {again}")
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: cannot be read: {error}; {again}") from None
-    for number, line in enumerate(text.split("\n")[:-1], start=1):
-        try:
-            row = checked(Entry(json.loads(line)))
-        except (ValueError, RecursionError):
-            raise PlanError(f"{path}: line {number} is not a line of {what}; {again}") from None
-        yield row
+
+
+def _checked(line: str, checked: Reader, refusal: str) -> Any:
+    try:
+        return checked(Entry(json.loads(line)))
+    except (ValueError, RecursionError):
+        raise PlanError(refusal) from None
 
 
 def _unfinished(folder: Path) -> PlanError:
