@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,6 +182,13 @@ def test_what_is_saved_is_json_and_a_page_whose_names_are_text(examined, tmp_pat
     assert "<img" not in replace(examined, ranking=(bad,), model="<img>").save(tmp_path).read_text(encoding="utf-8")
     bad = Row(**{**vars(row), "reason": "</script><script>alert(1)</script>"})
     assert replace(examined, ranking=(bad,)).save(tmp_path).read_text(encoding="utf-8").count("<script") == 2
+
+
+def test_options_that_json_has_no_words_for_are_saved_by_name(examined, tmp_path):
+    options = {"policy": returns_a_vector, "plan": Path("plan.json")}
+    replace(examined, advice=replace(examined.advice, options=options)).save(tmp_path)
+    saved = json.loads((tmp_path / "diagnosis.json").read_text())["recommended"]
+    assert saved == {"policy": f"{__name__}:returns_a_vector", "plan": "plan.json"}
 
 
 def returns_a_vector(output: torch.Tensor) -> torch.Tensor:
