@@ -174,6 +174,7 @@ def test_diff_finds_what_only_one_of_the_plans_says(dumped):
     assert len(there.pop(1)) < 300
     assert there == [re.sub(r"(\S+) -> (by hand|\S+)", r"\2 -> \1", line) for line in here]
     less = replace(other, peak_bytes=replace(peak, planned=5))
+    assert not list(differences(plan, replace(plan, model="")))
     assert list(differences(other, less)) == ["peak_bytes: {'planned': 7} -> {'planned': 5}"]
 
 

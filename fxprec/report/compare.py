@@ -49,7 +49,8 @@ def differences(a: Plan, b: Plan) -> Iterator[str]:
     ours, theirs = a.to_dict(), b.to_dict()
     for name in {**ours, **theirs}:
         before, after = (data.get(name, getattr(plan, name)) for plan, data in ((a, ours), (b, theirs)))
-        if name not in (*_TABLES, *_VERSIONS, "saved") and before != after:
+        is_unknown = name == "model" and "" in (before, after)
+        if name not in (*_TABLES, *_VERSIONS, "saved") and before != after and not is_unknown:
             yield f"{name}: {_less(before, after)} -> {_less(after, before)}"
     found = moves(a, b)
     for move in found:
