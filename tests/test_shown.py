@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -217,11 +218,45 @@ def test_what_ends_in_an_error_takes_its_line_away(monkeypatch: pytest.MonkeyPat
     assert progress._ticker is None
 
 
-def test_no_thread_runs_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_a_log(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Make standard error a file, and lines due at once."""
     err = io.StringIO()
     monkeypatch.setattr("sys.stderr", err)
+    monkeypatch.setattr(progress, "FIRST_LINE_S", 0.01)
+    monkeypatch.setattr(progress, "EACH_LINE_S", 0.02)
+    progress.announce.cache_clear()
+    return err
+
+
+def test_a_log_gets_plain_lines_of_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    err = in_a_log(monkeypatch)
+    with progress.telling("compiling graph 0"), progress.telling("planning graph 0", has_own_line=True):
+        while err.getvalue().count("\n") < 2:
+            time.sleep(0.01)
+    assert err.getvalue() == "fxprec: planning graph 0, 0 s so far\n" * err.getvalue().count("\n")
+    assert not [t for t in threading.enumerate() if t.name == "fxprec progress"]
+    progress.announce("fxprec fp8: 1 KiB")
+    assert "1 KiB" not in err.getvalue(), "the summary is in the log at level INFO"
+
+
+def test_a_log_gets_the_first_line_after_half_a_minute_and_one_a_minute_then() -> None:
+    ticker, waited = progress._Ticker("compiling graph 0", has_own_line=False), []
+    ticker._ended = SimpleNamespace(wait=lambda s: waited.append(s) or len(waited) == 3)  # type: ignore[assignment,func-returns-value]
+    ticker._write_lines()
+    assert waited == [30, 60, 60]
+
+
+@pytest.mark.parametrize("make", [in_a_log, on_terminal])
+@pytest.mark.parametrize("how", ["level", "rank"])
+def test_a_level_above_warning_and_another_rank_than_0_show_nothing(make, how, monkeypatch, caplog) -> None:
+    err = make(monkeypatch)
+    if how == "level":
+        caplog.set_level(logging.ERROR, "fxprec")
+    else:
+        monkeypatch.setenv("RANK", "1")
     with progress.telling("compiling graph 0"):
-        assert progress._ticker is None
+        time.sleep(0.1)
+        Progress(quiet_s=-1.0).show("search 3")
     progress.announce("fxprec fp8: 1 KiB")
     assert err.getvalue() == ""
 

@@ -71,7 +71,7 @@ class JointCompilation(Attempt):
         searches = self.compiler.settings.peak_budget is not None  # the budget's search prints its own progress line
         with (
             self.compiler.log.heard() as said,
-            progress.telling("" if searches else f"planning {self.compiler.log.name}"),
+            progress.telling(f"planning {self.compiler.log.name}", has_own_line=searches),
         ):
             self._rewrite(graph)
         self.said += said

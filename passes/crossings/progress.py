@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from dataclasses import dataclass, field
 
 log = logging.getLogger(__name__)
+
+
+def is_wanted() -> bool:
+    """Return whether progress is shown: by rank 0, unless the logger ``fxprec`` is set to a level above WARNING."""
+    return os.environ.get("RANK", "0") == "0" and log.isEnabledFor(logging.WARNING)
 
 
 @dataclass
@@ -26,7 +32,7 @@ class Progress:
     def tick(self, message: str) -> None:
         """Show a message that is already logged, with the seconds so far."""
         passed = time.monotonic() - self._began
-        if passed > self.quiet_s and sys.stderr.isatty():
+        if passed > self.quiet_s and sys.stderr.isatty() and is_wanted():
             sys.stderr.write(f"\r\x1b[Kfxprec: {message}, {passed:.0f} s")
             sys.stderr.flush()
             self._is_shown = True
