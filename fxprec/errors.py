@@ -46,8 +46,8 @@ class BudgetError(FxprecError, ValueError):
 
 
 def either(*ways: str) -> str:
-    """Join two or more remedies into "a, b or c" for an error message."""
-    return f"{', '.join(ways[:-1])} or {ways[-1]}"
+    """Join remedies into "a, b or c" for an error message."""
+    return " or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
 
 
 class LoweringError(FxprecError, RuntimeError):

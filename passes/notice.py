@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SMALLER_BATCH = "take a smaller batch"
+STEP_IN_BACKWARD = "give option optimizer, one of fxprec.optim, which steps in backward and frees each gradient"
+
 
 @dataclass(frozen=True, slots=True)
 class Notice:
@@ -16,6 +19,11 @@ class Notice:
 def budget_text(wanted: int, high: int) -> str:
     """Return a budget in bytes, and in percent of ``high``, the peak in bytes with every value saved (0: unknown)."""
     return readable(wanted) + (f", {-(-100 * wanted // high)}%" if high else "")
+
+
+def hold_less(gradients: int, peak: int) -> str:
+    """Return how to make a peak smaller. A smaller batch leaves the bytes of parameter gradients as they are."""
+    return STEP_IN_BACKWARD if 2 * gradients > peak else SMALLER_BATCH
 
 
 def readable(size: int) -> str:

@@ -194,8 +194,8 @@ def test_the_models_own_checkpointing_gives_way() -> None:
 
 def test_a_budget_out_of_reach_names_the_least_and_what_holds_it() -> None:
     words = (
-        r"^peak_budget is 10.00 KiB \(10240 bytes\), and the lowest peak found is \d.* bytes\), which includes "
-        r".*KiB.*; raise it to .* bytes\), (\d+%) or take a smaller batch$"
+        r"^peak_budget is 10.00 KiB \(10240 bytes\), 1 % of the \d.* that the step holds with everything saved, and "
+        r"the lowest peak found is \d.* bytes\), which includes .*KiB parameter gradients \(the largest .*; raise it to .* bytes\), (\d+%) or take a smaller batch$"
     )
     with pytest.raises(fxprec.BudgetError, match=words) as error:
         trained(transformer(layers=1), TOKENS, peak_budget="10KiB")
@@ -220,10 +220,19 @@ def test_a_budget_out_of_reach_names_modules_and_lines() -> None:
 
     with pytest.raises(fxprec.BudgetError) as error:
         trained(Net(), torch.randn(64, 8), peak_budget="1KiB")
-    held = str(error.value).partition("bytes), ")[2].partition(" among them")[0].partition("bytes), ")[2]
-    assert re.search(r"1\.00 MiB the gradient of second\.weight \(node \w+\)", held), held
+    assert str(error.value).startswith("peak_budget is 1.00 KiB (1024 bytes), 0 % of the ")
+    held = str(error.value).partition("which includes ")[2].partition("; raise it")[0]
+    assert re.match(r"1\.0\d MiB parameter gradients \(the largest 1\.00 MiB of second\.weight\), ", held), held
     assert re.search(r"of second(\.weight|, test_peak_budget\.py:\d+) \(node \w+\)", held), held
     assert not re.search(r"(^|, )\w+ \(\d", held), "no node without a name of the user's"
+
+
+def test_where_gradients_hold_the_peak_the_optimizer_is_the_way_out() -> None:
+    with pytest.raises(fxprec.BudgetError) as error:
+        trained(nn.Linear(256, 256), torch.randn(4, 256), peak_budget="10KiB")
+    assert str(error.value).endswith(
+        "% or give option optimizer, one of fxprec.optim, which steps in backward and frees each gradient"
+    )
 
 
 def test_constants_of_the_graph_are_there_in_backward() -> None:

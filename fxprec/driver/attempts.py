@@ -13,8 +13,9 @@ from fxprec.driver.event_log import EventLog
 from fxprec.errors import BudgetError
 from fxprec.passes.budget_part import BudgetPart
 from fxprec.passes.crossings.reserve import enough_for
-from fxprec.passes.notice import budget_text, readable
+from fxprec.passes.notice import budget_text, hold_less, readable
 from fxprec.plan import PeakBytes
+from fxprec.plan.rows import LIVE
 
 ATTEMPTS = 5  # plans made for one peak budget, each compiled; the second nearly always fits
 _SLACK = 0.02  # share of an activation budget by which a plan may overpredict without another attempt
@@ -102,7 +103,9 @@ class PeakAttempts:
             high = 0 if planned.graphs > 1 or planned.reserved else planned.high
             asked = f"{readable(planned.budget)}{beside}"
             found = f"the best of {ATTEMPTS} plans holds {readable(least)} as compiled"
-            raise BudgetError.of_peak(asked, found, wanted, budget_text(wanted, high), ["take a smaller batch"])
+            gradients = max(planned.live, key=sum)[LIVE.index("gradients returned")] if planned.live else 0
+            ways = [hold_less(gradients, planned.planned)]
+            raise BudgetError.of_peak(asked, found, wanted, budget_text(wanted, high), ways)
         assert planned.waiting is not None
         part = self.part
         if held > planned.room:

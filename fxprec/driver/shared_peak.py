@@ -15,7 +15,7 @@ from fxprec.config.settings import PeakBudget
 from fxprec.errors import BudgetError
 from fxprec.passes.budget_part import BudgetPart
 from fxprec.passes.crossings.shared_budget import SharedBudget
-from fxprec.passes.notice import readable
+from fxprec.passes.notice import hold_less, readable
 from fxprec.plan import PeakBytes
 
 if TYPE_CHECKING:
@@ -105,9 +105,10 @@ class SharedPeak:
         if chosen is None:
             least = shared.least()
             of = "the training graph" if len(graphs) == 1 else f"the {len(graphs)} training graphs of a step together"
+            way = hold_less(sum(gradients.values()), least)
             raise BudgetError(
                 f"peak_budget is {readable(budget)} for {of}, and the lowest peak found is {readable(least)}; raise it "
-                f"to {readable(least)}, take a smaller batch, or compile the model without graph breaks"
+                f"to {readable(least)}, {way}, or compile the model without graph breaks"
             )
         return shared.parts(chosen, budget)
 

@@ -11,7 +11,7 @@ import torch
 from fxprec import compat
 from fxprec.errors import BudgetError, ConfigError, either
 from fxprec.passes.analysis.inputs import GraphInput
-from fxprec.passes.notice import readable
+from fxprec.passes.notice import SMALLER_BATCH, STEP_IN_BACKWARD, readable
 from fxprec.plan.rows import WholeStep
 from fxprec.runtime.optim.all_optimizers import AllOptimizers
 from fxprec.runtime.optim.local import local
@@ -76,7 +76,9 @@ class StepBudget:
             if not error.enough:
                 raise
             enough = self.throughout + error.enough
-            ways = either(f"raise it to {readable(enough)}", *self._fewer(), *error.ways)
+            fixed = (STEP_IN_BACKWARD, *([SMALLER_BATCH] if self.throughout > error.enough else []))
+            others = (way for way in error.ways if way not in fixed)
+            ways = either(f"raise it to {readable(enough)}", *self._fewer(), *others)
             whole = BudgetError(f"{self.said()}; in addition to these {error.found}; {ways}")
             whole.enough = enough
             raise whole from None

@@ -16,7 +16,7 @@ from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.crossings.problem import Problem
 from fxprec.passes.crossings.progress import Progress
 from fxprec.passes.crossings.reserve import enough_for, reserved
-from fxprec.passes.notice import budget_text, readable
+from fxprec.passes.notice import budget_text, hold_less, readable
 from fxprec.plan.lines import place
 from fxprec.plan.rows import PeakBytes, PeakPoint
 
@@ -41,7 +41,7 @@ def within_budget(work: Work, needs: Needs, goal: PeakBudget, progress: Progress
     if fit is None or fit.excess(bound) > 0:
         fit = min((chooser.least(), *fits), key=lambda fit: fit.peak)
         if fit.excess(bound) > 0:
-            whole = everything if part.budget is None and not free else 0
+            whole = everything if part.budget is None else 0
             raise _out_of_reach(budget, fit.peak + part.beside + part.beyond, free, work, fit, whole)
     unsited = {node: form for node, form in fit.replay.kept.items() if node not in needs.rows}
     seconds = rates.step(needs.step)
@@ -67,35 +67,65 @@ def _point(fit: Fit, seconds: float) -> PeakPoint:
     return PeakPoint(peak=fit.peak, waiting=fit.waiting, seconds=seconds + fit.seconds, live=live)
 
 
-def _out_of_reach(budget: int, least: int, free: int, work: Work, fit: Fit, high: int) -> BudgetError:
+def _out_of_reach(budget: int, least: int, free: int, work: Work, fit: Fit, whole: int) -> BudgetError:
+    """Return the error. ``whole``: bytes of the peak with everything saved, 0 if other graphs have a part in it."""
+    held = _Held(fit, work)
     enough = enough_for(least - budget + free, budget) if free else least
-    ways = ["take a smaller batch"]
+    ways = [hold_less(sum(held.gradients.values()), fit.peak)]
     if "recompute" not in work.settings.ways:
         ways.append("add 'recompute' to ways")
     if "narrow" not in work.settings.ways:
         ways.append("add 'narrow' to ways")
     elif not work.settings.recipe.has_low:
         ways.append(f"choose a recipe with a low format ({work.settings.recipe.name!r} has none)")
-    left = f", {readable(free)} of it left free for libraries" if free else ""
-    found = f"the lowest peak found is {readable(least)}, which includes {_what_holds(fit, work)}"
-    return BudgetError.of_peak(f"{readable(budget)}{left}", found, enough, budget_text(enough, high), ways)
+    asked = readable(budget) + (f", {readable(free)} of it left free for libraries" if free else "")
+    if whole:
+        asked += f", {100 * budget // whole} % of the {_short(whole)} that the step holds with everything saved"
+    found = f"the lowest peak found is {readable(least)}, which includes {held.said()}"
+    return BudgetError.of_peak(asked, found, enough, budget_text(enough, 0 if free else whole), ways)
 
 
-def _what_holds(fit: Fit, work: Work) -> str:
-    """Return the largest tensors that are live at the peak, with the user's modules and lines, and their bytes."""
-    timeline, replay = fit.replay.timeline, fit.replay
-    peak = max(range(len(timeline.live)), key=timeline.live.__getitem__)
-    living = [i for i, born in timeline.born.items() if born <= peak <= timeline.dies[i]]
-    largest = sorted(living, key=lambda i: -replay.items[i].bytes)[:3]
-    sizes = (readable(replay.items[i].bytes).partition(" (")[0] for i in largest)
-    return ", ".join(f"{size} {_whose(replay.made[i], work)}" for i, size in zip(largest, sizes, strict=True))
+class _Held:
+    """What lives at the peak of a choice: parameter gradients by parameter, and all else by item of the replay."""
+
+    def __init__(self, fit: Fit, work: Work) -> None:
+        self.work, self.replay = work, fit.replay
+        timeline = fit.replay.timeline
+        peak = max(range(len(timeline.live)), key=timeline.live.__getitem__)
+        self.running = timeline.order[peak]
+        self.others = [i for i, born in timeline.born.items() if born <= peak <= timeline.dies[i]]
+        results = work.joint.gradients.items()
+        whose = {node: parameter for parameter, (_, gradient) in results for node in _seen_through(gradient)}
+        self.gradients: dict[Node, int] = {}
+        for item in tuple(self.others):
+            parameter = whose.get(fit.replay.made[item])
+            if parameter is not None and work.joint.describe(parameter).kind == "param":
+                self.others.remove(item)
+                self.gradients[parameter] = self.gradients.get(parameter, 0) + fit.replay.items[item].bytes
+
+    def said(self) -> str:
+        """Return the parameter gradients and the largest other tensors, in the user's names, with their bytes."""
+        said = []
+        if self.gradients:
+            largest = max(self.gradients, key=self.gradients.__getitem__)
+            name, size = self.work.joint.describe(largest).name, _short(self.gradients[largest])
+            said.append(f"{_short(sum(self.gradients.values()))} parameter gradients (the largest {size} of {name})")
+        workspace = self.replay.items[self.running].workspace
+        sizes = [(workspace, f"workspace {self._whose(self.running)}")] if workspace else []
+        sizes += [(self.replay.items[i].bytes, self._whose(i)) for i in self.others]
+        said += [f"{_short(size)} {whose}" for size, whose in sorted(sizes, key=lambda x: -x[0])[:3]]
+        return ", ".join(said)
+
+    def _whose(self, item: int) -> str:
+        return _whose(self.replay.made[item], self.work)
+
+
+def _short(size: int) -> str:
+    return readable(size).partition(" (")[0]
 
 
 def _whose(node: Node, work: Work) -> str:
     """Return a node's origin in the user's names: ``of layers.0, model.py:7 (node addmm)``."""
-    parameter = next((p for p, (_, gradient) in work.joint.gradients.items() if node in _seen_through(gradient)), None)
-    if parameter is not None:
-        return f"the gradient of {work.joint.describe(parameter).name} (node {node.name})"
     made = node
     while (op := _operator(made, work)) is None and made.op != "placeholder" and made.all_input_nodes:
         made = made.all_input_nodes[0]
