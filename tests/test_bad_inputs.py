@@ -77,7 +77,7 @@ OPTIONS: Sequence[Case] = (
     option("unknown option 'zzz'; the options are recipe, storage, policy, low_ratio", zzz=1),
     option(
         "unknown recipe 'fp9'; did you mean 'fp8'?; allowed: 'fp32', 'bf16', 'bf16-pure', 'fp16', 'fp8', 'hfp8', "
-        "'mxfp8', 'nvfp4', or a fxprec.Recipe",
+        "'mxfp8', 'nvfp4', 'fp8+int4', 'hfp8+int4' or a fxprec.Recipe",
         recipe="fp9",
     ),
     option("recipe is None; give it one of 'fp32', 'bf16'", recipe=None),

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from fxprec.config import ALLOWED, Config, Settings
 from fxprec.config.grad_scaling import GradScaling
-from fxprec.config.recipes import RECIPES, Recipe
+from fxprec.config.recipes import RECIPES, Recipe, find_recipe
 from fxprec.errors import ConfigError
 from fxprec.numerics import formats
 
@@ -120,7 +121,7 @@ def test_budget_is_stored_in_bytes(given_size, expected):
 
 
 @pytest.mark.parametrize(
-    "size", ["", "GiB", "12GiBs", "1e9", "-3MiB", "12 Gi B", "٣GiB", "nan", "1.5.2MB", "0x10", "50%"]
+    "size", ["", "GiB", "12GiBs", "1e9", "-3MiB", "12 Gi B", "٣GiB", "nan", "1.5.2MB", "0x10", "150%"]
 )
 def test_what_is_no_size_is_refused_with_examples(size):
     text = message_of(activation_budget=size)
@@ -128,6 +129,20 @@ def test_what_is_no_size_is_refused_with_examples(size):
         f"activation_budget is {size!r}, which is not a size; give it a positive number of bytes, as an int or as text "
         "such as '12GiB', '512MiB' or '1.5GB'"
     )
+
+
+def test_a_share_is_named_as_the_number_or_the_option_that_it_is():
+    assert message_of(activation_budget="50%").endswith(
+        "or '1.5GB'; a share of the elements is low_ratio=0.5, one of the peak peak_budget='50%'"
+    )
+    assert message_of(low_ratio="50%") == "low_ratio is '50%'; give it 0.5, a number from 0 to 1, or None"
+    assert message_of(low_ratio="150%") == "low_ratio is '150%'; give it a number from 0 to 1, or None"
+
+
+def test_the_recipes_that_are_named_are_allowed():
+    named = re.findall(r"'(.+?)'", ALLOWED["recipe"])
+    assert {*RECIPES, "fp8+int4"} < set(named)
+    assert [find_recipe(name).name for name in named] == named
 
 
 @pytest.mark.parametrize("size", [0, -1, "0GiB", "0.0001B"])

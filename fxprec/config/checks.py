@@ -21,6 +21,9 @@ _UNITS = {"": 1, "B": 1} | {
 _SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
+_PERCENT = re.compile(r"\s*(\d{1,3}(?:\.\d{1,20})?)\s*%\s*", re.ASCII)
+
+
 class Options:
     """Base of dataclasses of options, whose constructor raises `ConfigError` for an unknown or missing name."""
 
@@ -50,7 +53,8 @@ def one_of(field: str, value: object, allowed: Sequence[str], others: str = "") 
 def number(field: str, value: object, allowed: str) -> float:
     """Return ``value`` as a float. Raises `ConfigError`, also for a bool and NaN."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ConfigError(f"{field} is {value!r}; give it {allowed}")
+        share = _percent(value)
+        raise ConfigError(f"{field} is {value!r}; give it {f'{float(share) / 100:g}, ' if share else ''}{allowed}")
     found = float(cast(SupportsFloat, value))
     if math.isnan(found):
         raise ConfigError(f"{field} is NaN; give it {allowed}")
@@ -125,10 +129,23 @@ def byte_size_or_share(field: str, value: object) -> int | str | None:
     """Return bytes like `byte_size`, or a share above 0% and up to 100% such as ``"60%"``. Raises `ConfigError`."""
     if not isinstance(value, str) or not value.rstrip().endswith("%"):
         return byte_size(field, value, or_else=", or a share, as text such as '60%'")
-    number = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,20})?)\s*%\s*", value, re.ASCII)
-    if number is None or not 0 < Fraction(number[1]) <= 100:
+    number = _percent(value)
+    if not number:
         raise ConfigError(f"{field} is {value!r}; give it a share above 0% and up to 100%, as text such as '60%'")
-    return f"{number[1]}%"
+    return f"{number}%"
+
+
+def share_hint(value: object) -> str:
+    """Return which options take the share ``value``, as the end of an error message; "" if it is no share."""
+    if not (share := _percent(value)):
+        return ""
+    return f"; a share of the elements is low_ratio={float(share) / 100:g}, one of the peak peak_budget='{share}%'"
+
+
+def _percent(value: object) -> str:
+    """Return the digits of text such as ``"60%"``; "" for any other value, and unless above 0 and up to 100."""
+    found = _PERCENT.fullmatch(value) if isinstance(value, str) else None
+    return found[1] if found and 0 < Fraction(found[1]) <= 100 else ""
 
 
 def some_of(field: str, value: object, allowed: Sequence[str]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from fxprec.config.checks import one_of
 from fxprec.config.contradictions import check_storage, refuse_contradictions, without_dtype
 from fxprec.config.grad_scaling import NAMED, GradScaling, LossScaling, Scaling
 from fxprec.config.processor import EXAMPLES, Processor
-from fxprec.config.recipes import Recipe, find_recipe
+from fxprec.config.recipes import ALLOWED_RECIPES, Recipe, find_recipe
 from fxprec.config.tensor_patterns import tensor_patterns
 from fxprec.errors import ConfigError, did_you_mean
 from fxprec.numerics.formats import Format
@@ -174,7 +174,8 @@ class Config:
         if not callable(self.policy):
             one_of("policy", self.policy, POLICIES, "or a function f(tensors, config) -> group ids")
         put(self, "low_ratio", checks.ratio("low_ratio", self.low_ratio))
-        put(self, "activation_budget", checks.byte_size("activation_budget", self.activation_budget))
+        share = checks.share_hint(self.activation_budget)
+        put(self, "activation_budget", checks.byte_size("activation_budget", self.activation_budget, or_else=share))
         put(self, "peak_budget", checks.byte_size_or_share("peak_budget", self.peak_budget))
         put(self, "ways", None if self.ways is None else checks.some_of("ways", self.ways, WAYS))
         put(self, "keep_high", _patterns(self.keep_high))
@@ -248,7 +249,7 @@ def _names() -> list[str]:
 
 
 ALLOWED: Mapping[str, str] = {
-    "recipe": "'fp32', 'bf16', 'bf16-pure', 'fp16', 'fp8', 'hfp8', 'mxfp8', 'nvfp4' or a fxprec.Recipe",
+    "recipe": ALLOWED_RECIPES,
     "storage": "'native', 'packed', 'simulate' or None",
     "policy": ", ".join(map(repr, POLICIES)) + " or a function f(tensors, config) -> group ids",
     "low_ratio": "a number from 0 to 1 or None",

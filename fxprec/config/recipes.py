@@ -169,6 +169,10 @@ weight gradients. Keep some layers high with ``keep_high``. Devices multiply as 
 RECIPES = MappingProxyType({r.name: r for r in (FP32, BF16, BF16_PURE, FP16, FP8, HFP8, MXFP8, NVFP4)})
 
 
+_BLOCK_RECIPES = [f"{name}+int4" for name, recipe in RECIPES.items() if recipe.has_low]
+ALLOWED_RECIPES = ", ".join(map(repr, (*RECIPES, *_BLOCK_RECIPES))) + " or a fxprec.Recipe"
+
+
 def find_recipe(recipe: str | Recipe) -> Recipe:
     """Return the given recipe, or the recipe with that name; ``"fp8+int4"`` is ``fp8`` with ``saved="int4"``.
 
@@ -176,9 +180,8 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
     """
     if isinstance(recipe, Recipe):
         return recipe
-    allowed = ", ".join(repr(name) for name in RECIPES)
     if not isinstance(recipe, str):
-        raise ConfigError(f"recipe is {recipe!r}; give it one of {allowed}, or a fxprec.Recipe")
+        raise ConfigError(f"recipe is {recipe!r}; give it one of {ALLOWED_RECIPES}")
     base, plus, saved = recipe.partition("+")
     if plus and base in RECIPES and not saved.strip():
         raise ConfigError(f"recipe {recipe!r} names no block format after '+'; write for instance '{base}+int4'")
@@ -186,5 +189,5 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
         return replace(RECIPES[base], saved=_block_format(saved.strip()), name=recipe)
     if recipe not in RECIPES:
         hint = did_you_mean(recipe.lower(), RECIPES)
-        raise ConfigError(f"unknown recipe {recipe!r}{hint}; allowed: {allowed}, or a fxprec.Recipe")
+        raise ConfigError(f"unknown recipe {recipe!r}{hint}; allowed: {ALLOWED_RECIPES}")
     return RECIPES[recipe]
