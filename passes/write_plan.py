@@ -15,6 +15,8 @@ from fxprec.passes.base import OperandFormats, Pass, Work
 from fxprec.plan import Gemm, Group, KindCounts, Plan
 from fxprec.plan.compare import another_model
 
+_EVALUATION = "evaluation: the graph has no backward half, so nothing is saved for it"
+
 
 @dataclass(frozen=True)
 class WritePlan(Pass):
@@ -41,7 +43,7 @@ class WritePlan(Pass):
             gemms=_gemms(work),
             groups=_groups(work.grouped, assignment, settings.recipe),
             sites=tuple(work.book.sites),
-            notes=tuple(work.remarks),
+            notes=(*(() if work.joint.tangents else (_EVALUATION,)), *work.remarks),
         )
         if work.given is not None:
             _refuse_another_model(plan, work.given)

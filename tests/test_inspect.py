@@ -29,6 +29,10 @@ def keywords():
     model, x = make()
     return model, {"input": x}
 
+def frozen():
+    model, x = make()
+    return model.requires_grad_(False), x
+
 def wrong():
     return 3
 
@@ -96,6 +100,28 @@ def test_dump_option_in_training_writes_statistics_and_no_warning(tmp_path):
     fields = {"step", "row", "site", "tensor", "format", "amax", "overflow_ratio", "underflow_ratio"}
     assert fields <= rows[0].keys()
     assert Plan.load(tmp_path / "d/graph-0/plan.json") == backend.plans[0]
+
+
+def test_the_graph_of_an_evaluation_is_told_from_those_of_training(tmp_path, capsys):
+    backend = eager_backend(dump=tmp_path, low_ratio=1.0)
+    step = compiled(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), backend)
+    step(torch.randn(3, 4)).sum().backward()
+    with torch.no_grad():
+        step(torch.randn(3, 4))
+    note = "evaluation: the graph has no backward half, so nothing is saved for it"
+    for graph, is_evaluation in (("graph-0", False), ("graph-1", True)):
+        plan = Plan.load(tmp_path / graph / "plan.json")
+        assert plan.is_evaluation == (note in plan.notes) == is_evaluation
+        page = (tmp_path / graph / "report.html").read_text()
+        assert f"Sequential ({graph}{', evaluation' * is_evaluation}): " in page
+    assert run("explain", tmp_path / "graph-1") == 0
+    assert capsys.readouterr().out.startswith("fxprec hfp8, simulated, evaluation: nothing is saved for backward")
+
+
+def test_a_dump_says_that_a_graph_is_of_an_evaluation(dumped, tmp_path, capsys):
+    assert run("dump", f"{dumped}/net.py:frozen", "--out", tmp_path) == 0
+    said = "  evaluation: no backward half, so nothing is held for it"
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "graph-0"), said]
 
 
 def test_the_environment_names_the_folder_too_and_a_second_model_gets_its_own(tmp_path, monkeypatch):

@@ -56,7 +56,8 @@ def test_the_line_has_the_plans_own_figures(plan: Plan) -> None:
 
 
 def test_the_line_leaves_out_what_is_not_known(plan: Plan) -> None:
-    assert line([replace(plan, saved_bytes=None, saved=())]) == "fxprec fp8: "
+    evaluation = replace(plan, saved_bytes=None, saved=())
+    assert line([evaluation], "graph 1") == "fxprec fp8, graph 1, evaluation: nothing is saved for backward"
     assert line([]) == "fxprec: nothing planned yet; the first training step compiles"
     assert line([plan], "graph 1").startswith("fxprec fp8, graph 1: ")
     assert line([replace(plan, storage="simulate")]).startswith("fxprec fp8, simulated: ")

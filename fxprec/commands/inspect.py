@@ -13,7 +13,7 @@ from fxprec.commands.output import AsJson, modules, names, print_json
 from fxprec.errors import ConfigError, PlanError, writing
 
 if TYPE_CHECKING:
-    from fxprec.plan import Plan
+    from fxprec.plan import PeakBytes
 
 
 def dump(
@@ -65,17 +65,16 @@ def dump(
     plan_under_fakes(factory, Backend(config, dump=folder), target, folder)
     for graph in sorted(folder.root.glob("graph-*")):
         print(graph)
-        if peak_budget:
-            print(_peak_line(Plan.load(graph / "plan.json")))
+        plan = Plan.load(graph / "plan.json")
+        if plan.is_evaluation:
+            print("  evaluation: no backward half, so nothing is held for it")
+        elif plan.peak_bytes is not None:
+            print(_peak_line(plan.peak_bytes))
 
 
-def _peak_line(plan: Plan) -> str:
-    """Return a line on the step's planned peak; a graph without a backward half has none."""
+def _peak_line(peak: PeakBytes) -> str:
     from fxprec.passes.notice import readable
 
-    peak = plan.peak_bytes
-    if peak is None:
-        return "  no backward half, so nothing is held for it"
     planned, high, budget = (readable(size) for size in (peak.planned, peak.high, peak.budget))
     return f"  holds {planned} at its peak, within {budget}; {high} with everything kept high"
 

@@ -94,6 +94,11 @@ class Plan:
         """Return the format in force at a site (or at the site of that id)."""
         return parse((self.sites[site] if isinstance(site, int) else site).format)
 
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether the graph has no backward half."""
+        return self.saved_bytes is None
+
     @cached_property
     def formats(self) -> Mapping[tuple[str, str], str]:
         """The format names by (tensor, kind), which another compilation of the same model follows."""

@@ -26,6 +26,7 @@ def line(plans: Sequence[Plan], graph: str = "", *, others: int = 0) -> str:
         return f"fxprec: {_NONE}"
     name = plans[0].recipe.name + (", simulated" if plans[0].storage == "simulate" else "")
     name += f", {graph}" if graph else ""
+    name += ", evaluation" if all(plan.is_evaluation for plan in plans) else ""
     more = [f"{others} more graph{'s' if others > 1 else ''} for other inputs"] if others else []
     return f"fxprec {name}: " + "; ".join([*parts(plans), *more])
 
@@ -41,8 +42,8 @@ def _saved(plans: Sequence[Plan]) -> str:
     """Return a text on the bytes saved for backward, and those in bf16 and float32; "" if unknown."""
     counts = [plan.saved_bytes for plan in plans]
     known = [count for count in counts if count is not None]
-    if not known or len(known) < len(counts):
-        return ""
+    if len(known) < len(counts):
+        return "" if known else "nothing is saved for backward"
     totals = (sum(getattr(count, name) for count in known) for name in ("planned", "bf16", "fp32"))
     ours, bf16, float32 = _sizes(*totals)
     return f"{ours} saved for backward (bf16 {bf16.partition(' ')[0]}, float32 {float32.partition(' ')[0]})"

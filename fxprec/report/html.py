@@ -39,6 +39,7 @@ def write_report(plan: Plan, folder: Path, *, title: str, drawing: Drawing | Non
     drawing = drawing or Drawing.load(folder / FILE, plan)
     history = read_history(folder / STATS, len(plan.sites))
     path = folder / "report.html"
+    title += ", evaluation" if plan.is_evaluation else ""
     named = f"{plan.model} ({title})" if plan.model else title
     named = f"{named}: {plan.recipe.name}, {plan.storage} storage"
     text = report_html(plan, title=named, drawing=drawing, history=history, dumped=latest(read_tensors(folder)))
