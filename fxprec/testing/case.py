@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from fxprec.config import Config
 from fxprec.config.processor import PORTABLE
 from fxprec.driver.backend import Backend
 from fxprec.errors import ConfigError, FxprecError, ReferenceRunError
+from fxprec.report.safetensors import bytes_of
 
 Loss = Callable[[Any], Tensor]
 Tensors = Mapping[str, Tensor]
@@ -79,6 +81,17 @@ class Case:
     def name(self) -> str:
         """Return the class name of the model."""
         return type(self.model).__name__
+
+    @property
+    def inputs_hash(self) -> str:
+        """Return a hash of the inputs: dtypes, shapes and values of tensors, and numbers and texts."""
+        found = hashlib.sha256()
+        for leaf in tree_leaves(self.inputs):
+            if isinstance(leaf, Tensor):
+                found.update(f"{leaf.dtype} {tuple(leaf.shape)} ".encode() + bytes_of(leaf.detach()))
+            else:
+                found.update(repr(leaf if isinstance(leaf, int | float | str) else type(leaf)).encode())
+        return found.hexdigest()[:32]
 
     def _converted(self, dtype: torch.dtype, way_out: str) -> Tensors:
         """Run a copy of the model and its inputs converted to ``dtype``."""

@@ -110,7 +110,7 @@ def verify(
 
     tensors = measured(STEPS)
     backend = compiled.backend
-    now = goldens.take(config, backend, tensors)
+    now = goldens.take(config, backend, tensors, case.inputs_hash)
     k = thresholds.k_for(backend.plans)
     rows = [_row(m, case, backend, k, thresholds) for m in tensors]
     findings = [f for row in rows for f in _broken(row, k, thresholds)]

@@ -30,6 +30,10 @@ JITTERS = 6
 # jittered runs may not contain such a number.
 SKETCH_FLOOR = 5e-3
 MAX_BYTES = 64 * 2**20
+_INPUTS = (
+    "the inputs changed since the golden file was written, so its numbers do not tell whether the code did; draw the "
+    "inputs that were drawn then, or rewrite the file with --numerics-update"
+)
 _REWRITE = "rewrite it with --numerics-update"
 
 
@@ -57,15 +61,17 @@ class Golden:
     options: Mapping[str, Any]
     plans: tuple[Plan, ...]
     entries: tuple[Entry, ...]
+    inputs: str = ""
+    """Hash of the example inputs; "" in files of earlier versions."""
     torch: str = field(default_factory=lambda: metadata.version("torch").partition("+")[0])
 
 
-def take(config: Config, backend: Backend, tensors: Iterable[Measured]) -> Golden:
+def take(config: Config, backend: Backend, tensors: Iterable[Measured], inputs: str) -> Golden:
     """Return the golden of a check, with the smallest tolerances."""
     options = {k: v for k, v in config.to_dict().items() if k not in ("dump", "plan", "lowering")}
     plans = backend.plans
     entries = [*map(_tensor_entry, tensors), *_cast_entries(backend)]
-    return Golden(json.loads(json.dumps(options)), plans, tuple(entries))
+    return Golden(json.loads(json.dumps(options)), plans, tuple(entries), inputs)
 
 
 def _tensor_entry(m: Measured) -> Entry:
@@ -128,7 +134,10 @@ def _pool(entry: Entry, number: str) -> str:
 
 def differences(stored: Golden, now: Golden, places: Mapping[str, Place]) -> list[Finding]:
     """Return the changes since the file was written: options, plan, and statistics beyond their tolerance."""
-    found = [*_options(stored, now), *_plans(stored, now), *_statistics(stored, now, places)]
+    numbers = [*_statistics(stored, now, places)]
+    if numbers and stored.inputs not in ("", now.inputs):  # other last bits of the inputs alone change no number
+        numbers = [Finding("(inputs)", Place(), f"{_INPUTS}; {len(numbers)} numbers differ", math.inf)]
+    found = [*_options(stored, now), *_plans(stored, now), *numbers]
     if found and stored.torch != now.torch:
         text = f"the golden file was written with torch {stored.torch}, this is {now.torch}"
         found.append(Finding("(note)", Place(), text, 0.0))
@@ -205,6 +214,7 @@ def write_text(path: Path, text: str) -> None:
 def dumps(golden: Golden) -> str:
     """Return the text of a golden file."""
     head = {"schema": SCHEMA, "fxprec": metadata.version("fxprec"), "torch": golden.torch, "options": golden.options}
+    head["inputs"] = golden.inputs
     lines = [f'"{key}": {json.dumps(value)}' for key, value in head.items()]
     entries = [json.dumps({"name": e.name, "numbers": _numbers(e)}) for e in golden.entries]
     lines.append('"statistics": [\n  ' + ",\n  ".join(entries) + "\n ]")
@@ -226,7 +236,8 @@ def load(path: Path) -> Golden:
         options = _typed(data, "options", dict)
         plans = tuple(Plan.from_dict(plan) for plan in _typed(data, "plans", list))
         entries = tuple(_entry(row, i) for i, row in enumerate(_typed(data, "statistics", list)))
-        return Golden(options, plans, entries, _typed(data, "torch", str))
+        inputs = _typed({"inputs": "", **data}, "inputs", str)
+        return Golden(options, plans, entries, inputs, _typed(data, "torch", str))
 
 
 @contextmanager

@@ -73,12 +73,30 @@ def test_a_ratio_that_is_not_counted_is_no_difference(tmp_path):
         stats=lambda: [{"graph": 0, "site": 0, **numbers}],
         stop_promoting=lambda: None,
     )
-    now = golden.take(Config(), backend, [])
+    now = golden.take(Config(), backend, [], inputs="")
     again = golden.with_tolerances(
         now, SimpleNamespace(backend=backend, jittered=lambda *_: nullcontext()), lambda _: []
     )
     golden.save(again, tmp_path / "golden.json")
     assert golden.differences(golden.load(tmp_path / "golden.json"), now, {}) == []
+
+
+def test_other_inputs_are_told_from_other_numbers(tmp_path):
+    golden, x, other = tmp_path / "mlp.json", torch.randn(64, 16), torch.randn(64, 16)
+    assert verify(mlp, x, golden=golden).wrote == golden
+    assert verify(mlp, x * (1 + 2**-23), golden=golden).findings == [], "numbers within their tolerance need no reason"
+    (found,) = verify(mlp, other, golden=golden).findings
+    assert found.tensor == "(inputs)"
+    assert found.text.startswith("the inputs changed since the golden file was written, so its numbers do not tell")
+    assert "(inputs)" not in {f.tensor for f in verify(mlp, x, golden=golden, seed=1).findings}, "weights changed alone"
+    data = json.loads(golden.read_text())
+    assert len(data.pop("inputs")) == 32
+    golden.write_text(json.dumps(data))
+    findings = verify(mlp, other, golden=golden).findings
+    assert {f.tensor for f in findings} >= {"output", "0.weight.grad"}, "an older file has no hash"
+    golden.write_text(json.dumps({**data, "inputs": 3}))
+    with pytest.raises(GoldenError, match="inputs is missing or not a str"):
+        verify(mlp, x, golden=golden)
 
 
 def test_no_warning_on_a_processor_without_16_bit_products():
