@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fxprec
 
 OPTIONAL = ("accelerate", "lightning", "tensorboard", "torchtitan", "transformers")
-SLOW = ("arith", "doctor", "integrations")
+SLOW = ("arith", "doctor", "integrations", "loops")
 """Pages with a block that takes more than a second."""
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 NEXT_BLOCK = re.compile(r"(?s)[^`]*```\n(.*?)```")
@@ -77,10 +77,13 @@ class Given:
         return TrainingArguments(output_dir="out", max_steps=2, report_to=[], use_cpu=True)
 
     @cached_property
+    def net(self) -> Any:
+        return torch.compile(self.model, backend="fxprec", options={"recipe": "fp8"})
+
+    @cached_property
     def compiled(self) -> Any:
-        compiled = torch.compile(self.model, backend="fxprec", options={"recipe": "fp8"})
-        self.train(compiled)
-        return compiled
+        self.train(self.net)
+        return self.net
 
     @cached_property
     def ddp(self) -> Any:
