@@ -50,9 +50,9 @@ def test_the_line_has_the_plans_own_figures(plan: Plan) -> None:
     assert line([known]) == f"fxprec fp8: 28 KiB saved for backward (bf16 56, float32 112); {said}"
     peak = PeakBytes(budget=24_100_000, high=1, planned=20_000_000, compiled=23_600_000)
     assert "; peak 22.5 of 23 MiB; " in line([replace(known, peak_bytes=peak)])
-    assert "; peak 19.1 of 23 MiB as predicted; " in line([replace(known, peak_bytes=replace(peak, compiled=None))])
+    assert "; predicted peak 19.1 of 23 MiB; " in line([replace(known, peak_bytes=replace(peak, compiled=None))])
     shared = replace(peak, graphs=2, beside=5_000_000, compiled=None, planned=9_550_000)
-    assert "; peak 9.11 of 18.2 MiB as predicted; " in line([replace(known, peak_bytes=shared)])
+    assert "; predicted peak 9.11 of 18.2 MiB; " in line([replace(known, peak_bytes=shared)])
 
 
 def test_the_line_leaves_out_what_is_not_known(plan: Plan) -> None:

@@ -18,11 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fxprec
+from fxprec.driver import uncompiled
 
 OPTIONS: dict[str, Any] = {"recipe": "fp8", "low_ratio": 1.0, "lowering": "eager"}
 WORDS = (
     r"forward \(.*test_uncompiled_frames.py:\d+\): runs uncompiled, in the model's own precision, with head, mixed\.0: "
-    r".*loop.*compiled one by one"
+    r".*loop.*\. Only functions and modules of yours that it calls are compiled, each by itself \(mixed\.1\); TORCH_LOGS"
 )
 
 
@@ -65,6 +66,15 @@ def test_a_method_that_runs_uncompiled_is_told_with_what_it_leaves_out() -> None
     backend = fxprec.backend_of(model)
     assert [event.kind for event in backend.events if "runs uncompiled" in event.detail] == ["fallback"]
     assert [[gemm.module for gemm in plan.gemms] for plan in backend.plans] == [["linear"]], "the block alone"
+
+
+def test_where_no_module_of_the_users_is_called_the_words_say_so() -> None:
+    alone = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([TanhLayer() for _ in range(4)]))
+    assert "each by itself (1.0, 1.1, 1.2 and 1 more); " in uncompiled._mend(alone)
+    alone[1][0].forward = torch.compiler.disable(alone[1][0].forward)
+    assert "each by itself (1.1, 1.2, 1.3); " in uncompiled._mend(alone)
+    assert "each by itself (here no module); " in uncompiled._mend(alone[:1])
+    assert "each by itself; " in uncompiled._mend(train_step)
 
 
 def test_strict_makes_it_an_error() -> None:
@@ -154,7 +164,7 @@ def test_what_a_compilation_ended_in_is_part_of_the_reason(monkeypatch: pytest.M
         raise DataDependentOutputException(torch.ops.aten.nonzero.default)
 
     monkeypatch.setattr(fxprec.Backend, "_compile", compile)
-    words = r"runs uncompiled, .*: Backend compiler exception: aten\.nonzero\.default\. Your own modules"
+    words = r"runs uncompiled, .*: Backend compiler exception: aten\.nonzero\.default\. Only functions"
     with pytest.warns(fxprec.FxprecWarning, match=words):
         train_step(torch.compile(Net(breaks=False), backend="fxprec", options=OPTIONS))
     torch.compiler.reset()

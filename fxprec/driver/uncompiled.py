@@ -115,7 +115,9 @@ def _replace(patches: ExitStack) -> None:
     def tell_of_frame(wrapper: object, code: str, owner: object, reason: str) -> None:
         if isinstance(owner, Module) and not _is_made(owner):
             return  # the constructor of a module that forward creates; it computes nothing of the step
-        tell(wrapper, code, f"runs uncompiled, in the model's own precision{_left_out(owner)}: {reason}. {_MEND}")
+        tell(
+            wrapper, code, f"runs uncompiled, in the model's own precision{_left_out(owner)}: {reason}. {_mend(owner)}"
+        )
 
     def note_break(wrapper: object, code: str, owner: object, reason: str, called: Called) -> None:
         if left := _left_behind(owner, called):
@@ -143,16 +145,26 @@ _BREAK = (
     'TORCH_LOGS="graph_breaks" shows where it stopped'
 )
 _MEND = (
-    'Your own modules that it calls are compiled one by one; TORCH_LOGS="graph_breaks" shows where Dynamo stopped: '
-    "take that out of the loop, or compile the parts"
+    "Only functions and modules of yours that it calls are compiled, each by itself{}; "
+    'TORCH_LOGS="graph_breaks" shows where Dynamo stopped: take that out of the loop, or compile the parts'
 )
 
 
 def _left_out(owner: object) -> str:
     """Name torch's own modules that an uncompiled method calls: Dynamo does not compile frames of torch's code."""
-    children = owner.named_children() if isinstance(owner, Module) else ()
-    theirs = [found for name, child in children for found in _torchs_own(child, name)]
+    theirs = [found for name, child in _children(owner) for found in _torchs_own(child, name)]
     return f", with {', '.join(theirs)}" if theirs else ""
+
+
+def _mend(owner: object) -> str:
+    """Name the user's modules that an uncompiled method calls, which Dynamo compiles."""
+    ours = [found for name, child in _children(owner) for found in _users_own(child, name)]
+    more = f" and {len(ours) - 3} more" if len(ours) > 3 else ""
+    return _MEND.format(f" ({', '.join(ours[:3]) or 'here no module'}{more})" if isinstance(owner, Module) else "")
+
+
+def _children(owner: object) -> list[tuple[str, Module]]:
+    return [*owner.named_children()] if isinstance(owner, Module) else []
 
 
 def _left_behind(owner: object, called: Called) -> str:
@@ -181,8 +193,20 @@ def _torchs_own(module: Module, name: str) -> Iterator[str]:
         yield name or type(module).__name__
 
 
+def _users_own(module: Module, name: str) -> Iterator[str]:
+    """Yield the names of the outermost modules of the user's code that Dynamo compiles if they are called."""
+    if isinstance(module, Sequential | ModuleList | ModuleDict) and _runs_torchs_code(module):
+        for key, child in module.named_children():
+            yield from _users_own(child, f"{name}.{key}")
+    elif not _runs_torchs_code(module) and not _is_left_alone(module):
+        yield name
+
+
+def _is_left_alone(module: Module) -> bool:
+    return bool(getattr(module.forward, "_torchdynamo_disable", False))
+
+
 def _runs_torchs_code(module: Module) -> bool:
     """Return whether ``forward`` is torch's own code, and is not disabled by `torch.compiler.disable`."""
-    forward = module.forward
-    is_left_alone = getattr(forward, "_torchdynamo_disable", False)
-    return not is_left_alone and getattr(forward, "__module__", "").startswith("torch.nn.modules.")  # not DDP's
+    code = getattr(module.forward, "__module__", "")
+    return not _is_left_alone(module) and code.startswith("torch.nn.modules.")  # not DDP's

@@ -57,7 +57,7 @@ def _peak(plans: Sequence[Plan]) -> str:
     held = [(peak.planned if peak.compiled is None else peak.compiled, peak.room) for peak in peaks]
     most, room = max(held, key=lambda sizes: sizes[0] / max(sizes[1], 1))
     ours, whole = _sizes(most, room)
-    return f"peak {ours.partition(' ')[0]} of {whole}" + ("" if peaks[0].compiled is not None else " as predicted")
+    return f"{'predicted ' if peaks[0].compiled is None else ''}peak {ours.partition(' ')[0]} of {whole}"
 
 
 def _tensors(plans: Sequence[Plan]) -> str:
