@@ -116,6 +116,8 @@ def test_the_graph_of_an_evaluation_is_told_from_those_of_training(tmp_path, cap
         assert f"Sequential ({graph}{', evaluation' * is_evaluation}): " in page
     assert run("explain", tmp_path / "graph-1") == 0
     assert capsys.readouterr().out.startswith("fxprec hfp8, simulated, evaluation: nothing is saved for backward")
+    assert run("explain", tmp_path) == 2
+    assert capsys.readouterr().err.endswith("holds 2 graphs; give one of graph-0, graph-1 (evaluation) in it\n")
 
 
 def test_a_dump_says_that_a_graph_is_of_an_evaluation(dumped, tmp_path, capsys):

@@ -139,7 +139,8 @@ def explain(
         return
     plans = plans_of(plan)
     if len(plans) > 1:
-        raise PlanError(f"{plan}: holds {len(plans)} graphs; give one of {', '.join(plans)} in it")
+        names = (name + " (evaluation)" * found.is_evaluation for name, found in plans.items())
+        raise PlanError(f"{plan}: holds {len(plans)} graphs; give one of {', '.join(names)} in it")
     (found,) = plans.values()
     if as_json and not tensor:
         print_json(saved_tensors.data(found))
