@@ -42,8 +42,8 @@ def _saved(plans: Sequence[Plan]) -> str:
     """Return a text on the bytes saved for backward, and those in bf16 and float32; "" if unknown."""
     counts = [plan.saved_bytes for plan in plans]
     known = [count for count in counts if count is not None]
-    if len(known) < len(counts):
-        return "" if known else "nothing is saved for backward"
+    if not known or len(known) < len(counts):
+        return "nothing is saved for backward" if counts and not known else ""
     totals = (sum(getattr(count, name) for count in known) for name in ("planned", "bf16", "fp32"))
     ours, bf16, float32 = _sizes(*totals)
     return f"{ours} saved for backward (bf16 {bf16.partition(' ')[0]}, float32 {float32.partition(' ')[0]})"
