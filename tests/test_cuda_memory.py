@@ -191,7 +191,8 @@ def test_a_budget_in_bytes_is_planned_without_what_stays_free_and_a_share_is_not
     part = planned(whole.high * 11 // 10)
     assert part.reserved == part.budget // 20
     assert part.planned <= part.room
-    with pytest.raises(
-        BudgetError, match=r"^peak_budget is .*, .* of it left free for libraries, and the lowest .* raise it to "
-    ):
+    words = (
+        r"^peak_budget is .*, .* of it left free for libraries, 100 % of the .* saved, and the lowest .* raise it to "
+    )
+    with pytest.raises(BudgetError, match=words):
         planned(whole.high)
