@@ -205,9 +205,12 @@ def test_a_terminal_shows_what_compiles_and_then_nothing(monkeypatch: pytest.Mon
         time.sleep(0.1)
         with progress.telling("planning graph 0"):
             time.sleep(0.1)
+        with progress.telling("planning graph 1", has_own_line=True):
+            time.sleep(0.1)
     shown = terminal.getvalue()
     assert "\r\x1b[Kfxprec: compiling graph 0, 0 s" in shown
     assert "fxprec: planning graph 0, 0 s" in shown
+    assert "graph 1" not in shown
     assert shown.endswith("\r\x1b[K")
 
 
