@@ -286,10 +286,6 @@ def test_what_forward_decided_is_not_decided_again(monkeypatch: pytest.MonkeyPat
         ({"ways": ()}, r"ways is \(\); give it a tuple of some of 'narrow', 'int4', 'int2', 'recompute', 'off"),
         ({"ways": ("shrink",)}, "unknown ways 'shrink'; allowed: .*'offload'"),
         (
-            {"ways": ("offload",)},
-            "ways says how a peak budget is met, and no peak_budget is given; give peak_budget too",
-        ),
-        (
             {"peak_budget": 9, "ways": ("offload",), "mode": "reduce-overhead"},
             "ways has 'offload', and mode='reduce-overhead' records CUDA graphs, which cannot .*; choose "
             "mode='default'",
@@ -314,6 +310,12 @@ def test_what_forward_decided_is_not_decided_again(monkeypatch: pytest.MonkeyPat
 def test_bad_budgets_are_refused_in_words(options: dict[str, Any], words: str) -> None:
     with pytest.raises(fxprec.ConfigError, match=rf"^[^\n]*{words}[^\n]*$"):
         fxprec.Config(**options)
+
+
+def test_ways_without_a_budget_are_refused() -> None:
+    words = "^ways says how a peak budget is met, and no peak_budget is given; give peak_budget or step_budget too, or leave"
+    with pytest.raises(fxprec.ConfigError, match=words):
+        fxprec.Backend(fxprec.Config(ways=("offload",)))
 
 
 @pytest.mark.inductor

@@ -39,15 +39,20 @@ def refuse_contradictions(config: Config) -> None:
         )
     if config.peak_budget is not None:
         _refuse_with_peak(config)
-    elif config.ways is not None:
-        raise ConfigError(
-            "ways says how a peak budget is met, and no peak_budget is given; give peak_budget too, or leave ways out"
-        )
     goals = ("low_ratio", "activation_budget", "plan")
     given = [name for name in goals if getattr(config, name) is not None]
     if len(given) > 1:
         raise ConfigError(
             f"{' and '.join(given)} are both given, and each decides how much is low; keep one of them, drop the other"
+        )
+
+
+def refuse_ways_without_budget(config: Config, step_budget: int | None) -> None:
+    """Raise `ConfigError` for ways to meet a budget without a budget of the peak or of the step."""
+    if config.ways is not None and config.peak_budget is None and step_budget is None:
+        raise ConfigError(
+            "ways says how a peak budget is met, and no peak_budget is given; give peak_budget or step_budget too, or "
+            "leave ways out"
         )
 
 

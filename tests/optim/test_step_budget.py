@@ -70,6 +70,13 @@ def test_the_rest_of_the_budget_bounds_the_peak() -> None:
     assert "optimizer states 16.00 MiB" in event.detail
 
 
+@pytest.mark.parametrize("ways", [("recompute",), ("narrow",)])
+def test_the_ways_to_meet_the_rest_may_be_chosen(ways: tuple[str, ...]) -> None:
+    model = layers()
+    run = stepped(model, fxprec.optim.SGD(model.parameters(), 0.1), (LAYERS + 4) * WEIGHT, ways=ways)
+    assert fxprec.backend_of(run).plans[0].peak_bytes is not None
+
+
 def test_frozen_parameters_count_too() -> None:
     model = layers()
     model[0].requires_grad_(False)
