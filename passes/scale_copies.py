@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
-from fxprec.ir.symbolic import AS_STORED, CodedGemm, Dequantize, Quantize, Rescale, is_in_blocks
-from fxprec.numerics.blocks import BlockFormat, find
+from fxprec.ir.symbolic import AS_STORED, CodedGemm, Dequantize, Quantize, is_in_blocks
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis.code_readers import code_readers
 from fxprec.passes.base import Pass, Work
@@ -39,7 +38,6 @@ class ScaleCopies(Pass):
                     _take_off(node, positions, row, slots)
         if copies:
             work.scales = replace(scales, slots=slots.all, copies=tuple(copies))
-        _leave_wide_copies_alone(work)
 
 
 def _casts(work: Work) -> dict[int, list[Node]]:
@@ -57,19 +55,6 @@ def _needs_scale(fmt: str) -> bool:
     """Return whether a copy in this format is scaled: in 16 bits a scale would cost a pass over memory for little."""
     form = parse(fmt)
     return form.bits <= 8 and not form.has_float32_range
-
-
-def _leave_wide_copies_alone(work: Work) -> None:
-    """Set keep-signs' least magnitude to 0 for copies whose format became one with float32's range."""
-    wide = {cast.row for _, cast in Quantize.among(Quantize.nodes(work.joint.graph)) if _is_wide(cast.format)}
-    rows = {slot.row for slot in work.scales.slots if slot.minus_copy in wide} if work.scales is not None else set()
-    for _, least in Rescale.among(Rescale.nodes(work.joint.graph)):
-        if least.row in rows:
-            least.g.args = ([], 0.0)
-
-
-def _is_wide(fmt: str) -> bool:
-    return not isinstance(find(fmt), BlockFormat) and parse(fmt).has_float32_range
 
 
 class _Slots:
