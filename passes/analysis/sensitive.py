@@ -135,17 +135,15 @@ def _compared(operators: Operators) -> frozenset[Node]:
 
 def _forward_sources(args: Iterable[object]) -> set[Node]:
     """Return the forward values that backward adds or multiplies to compute ``args``."""
-    found: set[Node] = set()
+    seen: set[Node] = set()
     stack = list(args)
     while stack:
         node = stack.pop()
-        if not isinstance(node, Node):
-            continue
-        if not is_backward(node):
-            found.add(node)
-        elif node.target in _COMBINING and not _is_product_of_values(node):
-            stack += node.args
-    return found
+        if isinstance(node, Node) and node not in seen:
+            seen.add(node)
+            if is_backward(node) and node.target in _COMBINING and not _is_product_of_values(node):
+                stack += node.args
+    return {node for node in seen if not is_backward(node)}
 
 
 _COMBINING = having(Trait.COMBINES)

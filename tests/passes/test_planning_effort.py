@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 import torch
 from backend_helpers import eager_backend
+from one_pass import run_pass
+from torch import Tensor, nn
 
 from fxprec import BudgetError, Plan
 from fxprec.demo.models import CharTransformer
 from fxprec.passes import choose_crossings
+from fxprec.passes.analysis import sensitive
+from fxprec.passes.analysis.replay.step import Step
 from fxprec.passes.budget_part import Bound
 from fxprec.passes.crossings import problem as problems
 from fxprec.passes.crossings.choice import Chooser
@@ -115,3 +119,48 @@ def test_a_budget_out_of_reach_says_so_within_the_same_effort(monkeypatch: pytes
         torch.compile(transformer(4), backend=backend)(TOKENS)
     assert sum(taken["take_search"]) <= 3 * problems._EFFORT, "of everything kept, within the budget, and the least"
     assert 0 < sum(taken["take_replay"]) <= problems._REPLAYED, "within the budget and the least together"
+
+
+class Doubling(torch.autograd.Function):
+    """The identity. Backward computes a factor from the input, in steps that read each result twice: 2^16 paths."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        for _ in range(16):
+            x = x + 0.5 * x
+        return gradient * torch.exp(x)
+
+
+class Doubled(nn.Module):
+    """A doubling between two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Doubling.apply(self.first(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo instantiates it
+def test_planning_visits_a_value_once_however_many_paths_lead_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    visited: list[Any] = []
+    is_product = sensitive._is_product_of_values
+
+    def watched(node: Any) -> bool:
+        visited.append(node)
+        return is_product(node)
+
+    monkeypatch.setattr(sensitive, "_is_product_of_values", watched)
+    found = run_pass("carry-scales", Doubled(), torch.randn(64, 8))
+    assert 2 * 16 <= len(visited) < 4 * 16
+    step = Step(found.work.joint)
+    wanted = [list(step.wanted_by(node)) for node in step.backward]
+    assert max(map(len, wanted)) > 0
+    assert all(len(values) == len(set(values)) for values in wanted)

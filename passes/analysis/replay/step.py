@@ -19,7 +19,7 @@ from fxprec.ir.symbolic import QUANTIZE, Dequantize, Quantize, is_in_blocks
 from fxprec.numerics.blocks import WHOLE_BITS, AnyFormat, BlockFormat
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
-from fxprec.passes.analysis.joint import JointGraph, input_index, is_view, numel_expr, numel_hint, tensor_of, value
+from fxprec.passes.analysis.joint import JointGraph, input_index, is_view_or_cast, numel_expr, numel_hint, tensor_of, value
 from fxprec.passes.analysis.ops import CASTS
 from fxprec.passes.analysis.replay.kernels import HEAVY, Kind, bytes_of, kind_of, workspace_of
 from fxprec.passes.analysis.replay.loops import Item
@@ -36,7 +36,7 @@ Kept = Mapping[Node, Form]
 """The values that are kept for backward, with their forms."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
     """The nodes of both halves without casts, and the forward values that each backward node reads."""
 
@@ -47,79 +47,68 @@ class Step:
     returned."""
 
     def __post_init__(self) -> None:
-        put = object.__setattr__
         nodes = list(self.joint.graph.nodes)
-        put(self, "needed", needed_by_forward(self.joint))
-        put(self, "casts", {x: cast for q, cast in Quantize.among(nodes) if self._is_cast(q) for x in q.users})
-        put(self, "copied", {c.x: fmt for c in self.casts.values() if (fmt := self._copied(c)) is not None})
-        put(self, "tested_above_0", {cast.x for x, cast in self.casts.items() if readers_testing_above_0(x)})
-        put(self, "stored", self._stored())
-        casts = {*self.casts, *(q for q in nodes if q.target is QUANTIZE and self._is_cast(q))}
-        decoded, backward_set, results = set(self.casts), set[Node](), {*self.joint.results}
-        halves: tuple[list[Node], list[Node]] = [], []
-        for node in nodes:
+        self.needed = needed_by_forward(self.joint)
+        """Nodes that the results of forward depend on."""
+        self.casts = {x: cast for q, cast in Quantize.among(nodes) if self._is_cast(q) for x in q.users}
+        """Node that decodes a copy -> the cast that made the copy."""
+        self.stored = self._stored()
+        """The casts of each value that has a copy."""
+        self.copied = {cast.x: fmt for cast in self.casts.values() if (fmt := self._copied(cast)) is not None}
+        """Inputs that backward reads as a narrower copy -> its format. The copy waits, although the input is there."""
+        self.tested_above_0 = {cast.x for x, cast in self.casts.items() if readers_testing_above_0(x)}
+        """Values for which backward tests whether they are above 0."""
+        self.decoded = set(self.casts)
+        """Decoded copies, and other nodes that only backward computes, without a gradient: run when a gradient needs
+        them."""
+        self.forward, self.backward = list[Node](), list[Node]()
+        self.backward_set = set[Node]()
+        """The nodes in ``backward``: those that depend on a tangent, and gradients that depend on none."""
+        self._wanted: dict[Node, dict[Node, None]] = {}  # of nodes in ``decoded``, casts left out
+        self._divide({*self.casts, *(q for q in nodes if q.target is QUANTIZE and self._is_cast(q))})
+        self.checkpointed = set(self._checkpointed())
+        """Nodes that the user's checkpoints recompute in backward and that backward needs."""
+        updates = {at: (parameter, gradient) for parameter, at, gradient in self.joint.stepped(self.stepped)}
+        self.returned = {n for i, n in enumerate(self.joint.results) if isinstance(n, Node) and i not in updates}
+        self.updates = self._placed(updates.values())
+        """(parameter, its gradient), by the backward node after which backward steps the parameter."""
+        self._traits: dict[Node, tuple[Kind, int, bool, int]] = {}
+
+    def _divide(self, casts: Collection[Node]) -> None:
+        """Divide all nodes but casts among forward, backward, and what backward computes without a gradient."""
+        results = {*self.joint.results}
+        for node in self.joint.graph.nodes:
             if node.op == "output" or node in casts:
                 continue
-            sources = node.all_input_nodes
-            is_read_back = not self.needs_no_saving(node) and self._is_read_back(node, decoded)
+            is_read_back = not self.needs_no_saving(node) and self._is_read_back(node)
             # A rounding's gradient is a constant. Gradients computed from it depend on no tangent, and are returned.
-            is_of_tangent = self.joint.is_tangent(node) or any(n in backward_set for n in sources)
+            is_of_tangent = self.joint.is_tangent(node) or any(n in self.backward_set for n in node.all_input_nodes)
             if is_of_tangent or (is_read_back and node in results):
-                backward_set.add(node)
-                halves[1].append(node)
+                self.backward_set.add(node)
+                self.backward.append(node)
             elif is_read_back:
-                decoded.add(node)
+                self.decoded.add(node)
+                self._wanted[node] = self.wanted_by(node)
             else:
-                halves[0].append(node)
-        put(self, "decoded", decoded)
-        put(self, "backward_set", backward_set)
-        put(self, "forward", halves[0])
-        put(self, "backward", halves[1])
-        put(self, "checkpointed", set(self._checkpointed()))
-        updates = {at: (parameter, gradient) for parameter, at, gradient in self.joint.stepped(self.stepped)}
-        put(self, "returned", {n for i, n in enumerate(self.joint.results) if isinstance(n, Node) and i not in updates})
-        put(self, "updates", self._placed(updates.values()))
+                self.forward.append(node)
 
-    needed: set[Node] = field(init=False)
-    """Nodes that the results of forward depend on."""
-    checkpointed: set[Node] = field(init=False)
-    """Nodes that the user's checkpoints recompute in backward and that backward needs."""
-    casts: Mapping[Node, Quantize] = field(init=False)
-    """Node that decodes a copy -> the cast that made the copy."""
-    stored: Mapping[Node, list[Node]] = field(init=False)
-    """The casts of each value that has a copy."""
-    copied: Mapping[Node, Format] = field(init=False)
-    """Inputs that backward reads as a narrower copy -> its format. The copy waits, although the input is there."""
-    tested_above_0: set[Node] = field(init=False)
-    """Values for which backward tests whether they are above 0."""
-    decoded: set[Node] = field(init=False)
-    """Decoded copies, and other nodes that only backward computes, without a gradient: run when a gradient
-    needs them."""
-    forward: list[Node] = field(init=False)
-    backward: list[Node] = field(init=False)
-    backward_set: set[Node] = field(init=False)
-    """The nodes in ``backward``: those that depend on a tangent, and gradients that depend on none."""
-    returned: set[Node] = field(init=False)
-    updates: Mapping[Node, Sequence[tuple[Node, Node]]] = field(init=False)
-    """(parameter, its gradient), by the backward node after which backward steps the parameter."""
-    _traits: dict[Node, tuple[Kind, int, bool, int]] = field(init=False, default_factory=dict, repr=False)
-
-    def _placed(self, updates: Iterable[tuple[Node, Node]]) -> dict[Node, list[tuple[Node, Node]]]:
+    def _placed(self, updates: Iterable[tuple[Node, Node]]) -> Mapping[Node, Sequence[tuple[Node, Node]]]:
         order = {node: i for i, node in enumerate(self.backward)}
         found: dict[Node, list[tuple[Node, Node]]] = {}
         for parameter, gradient in updates:
             if gradient in order:
-                awaited = (gradient, *(reader for reader in self._backward_readers(parameter)))
+                awaited = {gradient, *self._backward_readers(parameter)}
                 found.setdefault(max(awaited, key=order.__getitem__), []).append((parameter, gradient))
         return found
 
-    def _backward_readers(self, node: Node) -> Iterator[Node]:
-        """Yield the backward nodes that read a value, or a view or conversion of it."""
-        for user in node.users:
-            if user in self.backward_set:
-                yield user
-            elif is_view(user) or user.target in CASTS or user in self.decoded:
-                yield from self._backward_readers(user)
+    def _backward_readers(self, node: Node) -> set[Node]:
+        """Return the backward nodes that read a value, or a view or conversion of it."""
+        found, stack = {node}, [node]
+        while stack:
+            shown = {x for x in stack.pop().users if x in self.backward_set or is_view_or_cast(x) or x in self.decoded}
+            stack += (user for user in shown - found if user not in self.backward_set)
+            found |= shown
+        return found & self.backward_set
 
     def workspace_of_stepping(self, parameter: Node) -> int:
         """Return the bytes that a parameter's step allocates while it runs."""
@@ -127,13 +116,15 @@ class Step:
         assert index is not None, "only captured inputs are stepped"
         return self.stepped[index]
 
-    def wanted_by(self, node: Node) -> Iterator[Node]:
-        """Yield the forward values and decoded copies that a backward node reads."""
+    def wanted_by(self, node: Node) -> dict[Node, None]:
+        """Return the forward values and decoded copies that a backward node reads, in order."""
+        found: dict[Node, None] = {}
         for source in node.all_input_nodes:
-            if source in self.decoded and source not in self.casts:
-                yield from self.wanted_by(source)
+            if source in self._wanted:
+                found |= self._wanted[source]
             elif source not in self.backward_set:
-                yield source
+                found[source] = None
+        return found
 
     def traits_of(self, node: Node) -> tuple[Kind, int, bool, int]:
         """Return a node's kind, bytes, whether it is too expensive to repeat, and workspace; replays share them."""
@@ -166,11 +157,11 @@ class Step:
             elif is_repeated(node, self.joint):
                 stack += node.all_input_nodes
 
-    def _is_read_back(self, node: Node, decoded: Collection[Node]) -> bool:
+    def _is_read_back(self, node: Node) -> bool:
         """Return whether a node belongs to backward, decodes a copy in blocks for it, or depends on a decoded copy."""
         # A GEMM's operand in blocks is decoded in forward, too.
         is_decode = Dequantize.match(node) is not None and is_in_blocks(node) and node not in self.needed
-        return is_decode or self.joint.in_backward(node) or any(n in decoded for n in node.all_input_nodes)
+        return is_decode or self.joint.in_backward(node) or any(n in self.decoded for n in node.all_input_nodes)
 
     def _stored(self) -> dict[Node, list[Node]]:
         found: dict[Node, list[Node]] = {}
