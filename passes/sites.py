@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fxprec.ir.operators import HighReason
 from fxprec.ir.symbolic import AS_STORED, Dequantize, KeepNonfinite, Quantize, stored_dtype
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis.joint import is_backward, operator_of, tensor_of
+from fxprec.passes.analysis.ops import MUTATIONS
 from fxprec.passes.analysis.regions import REGION_META
 from fxprec.passes.analysis.tensors import GROUP_META, CountedTensor
 from fxprec.plan import Site
@@ -31,6 +33,7 @@ def emit(
     args: tuple[Any, ...],
     like: Node,
     *,
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
     backward: bool | None = None,
     val: torch.Tensor | None = None,
 ) -> Node:
@@ -39,11 +42,11 @@ def emit(
     ``backward`` overrides which half of the joint graph the node belongs to. ``val`` is the node's fake value if the
     caller knows it; otherwise the operator runs on fake tensors.
     """
-    node = graph.call_function(target, args)
+    node = graph.call_function(target, args, dict(kwargs))
     node.meta = {key: like.meta[key] for key in _COPIED_META if key in like.meta}
     if val is None:
         fakes: Any = torch.fx.map_arg(args, lambda n: n.meta["val"])
-        val = target(*fakes)
+        val = target(*fakes, **kwargs)
     node.meta["val"] = val
     backward = is_backward(like) if backward is None else backward
     if backward:
@@ -65,13 +68,8 @@ def emit_on(
     val: torch.Tensor | None = None,
 ) -> Node:
     """Insert a node as `emit` does. It calls what ``step`` calls, with ``x`` as the first argument."""
-    target, args = operator_of(step), (x, *step.args[1:])
-    if val is None:
-        fakes: Any = torch.fx.map_arg(args, lambda n: n.meta["val"])
-        val = target(*fakes, **step.kwargs)
-    node = emit(graph, target, args, like or step, backward=backward, val=val)
-    node.kwargs = dict(step.kwargs)
-    return node
+    args = x, *step.args[1:]
+    return emit(graph, operator_of(step), args, like or step, kwargs=step.kwargs, backward=backward, val=val)
 
 
 def emit_call(
@@ -188,17 +186,36 @@ class SiteBook:
 
     def store(self, node: Node, tensor: CountedTensor, *, backward: bool | None = None) -> tuple[Node, Node]:
         """Insert ``dequantize(quantize(node))`` at the insertion point; return the quantize and the node to read."""
-        wide: torch.Tensor = node.meta["val"]
+        wide = tensor_of(node)
         site = self.site(tensor, wide.dtype)
-        narrow = torch.empty_like(wide, dtype=stored_dtype(parse(site.format), self.storage))
-        cast = Quantize(node, self.table, site.id, site.format, self.storage)
-        q = emit_call(self.graph, cast, node, backward=backward, val=narrow)
-        read = Dequantize(q, self.table, AS_STORED, site.format, self.storage, wide.dtype)
-        x = emit_call(self.graph, read, node, backward=backward, val=wide)
+        q, x = self.cast(node, site.id, parse(site.format), backward=backward)
         if self._is_guarded(tensor.kind, parse(site.format)):
             x = emit_call(self.graph, KeepNonfinite(x, node), node, backward=backward, val=wide)
         self.values[site.id] = node
         return q, x
+
+    def cast(self, node: Node, row: int, fmt: Format, *, backward: bool | None = None) -> tuple[Node, Node]:
+        """Insert a row's quantize and dequantize nodes at the insertion point; return both."""
+        wide = tensor_of(node)
+        narrow = torch.empty_like(wide, dtype=stored_dtype(fmt, self.storage))
+        cast = Quantize(node, self.table, row, fmt.name, self.storage)
+        q = emit_call(self.graph, cast, node, backward=backward, val=narrow)
+        read = Dequantize(q, self.table, AS_STORED, fmt.name, self.storage, wide.dtype)
+        return q, emit_call(self.graph, read, node, backward=backward, val=wide)
+
+    def store_result(self, node: Node, tensor: CountedTensor, inside: Collection[Node]) -> None:
+        """Store a value behind the node that computes it, for all readers but those ``inside`` its own operator."""
+        users = [user for user in node.users if user not in inside and user.target not in MUTATIONS]
+        with self.graph.inserting_before(insertion_point_after(node).next):
+            q, x = self.store(node, tensor)
+        replace_uses(node, x, [user for user in users if user is not q])
+
+    def leave_high(self, row: int, why: str) -> None:
+        """Record that a tensor has no stored copy; ``why`` is the reason if its row had a format below the high one."""
+        site, hi = self.sites[row], self.recipe.hi
+        high = replace(site, reads="all", format=hi.name)
+        is_left = parse(site.format).bits < hi.bits
+        self.sites[row] = replace(high, why=why, unread=True) if is_left else high
 
 
 def _saturating(fmt: Format) -> Format:
@@ -233,6 +250,12 @@ def insertion_point_after(node: Node) -> Node:
     while node.next.op == "placeholder":
         node = node.next
     return node
+
+
+def replace_node(node: Node, new: Node) -> None:
+    """Make all readers of ``node`` read ``new`` instead, and erase ``node``."""
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
 
 
 def replace_uses(node: Node, new: Node, users: Iterable[Node]) -> None:

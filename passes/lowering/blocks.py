@@ -20,7 +20,8 @@ from fxprec.numerics import block_codec, block_device, eden, hadamard
 from fxprec.numerics.blocks import BlockFormat, find_blocks
 from fxprec.passes.analysis.joint import tensor_of
 from fxprec.passes.lowering.expand import copied_in
-from fxprec.passes.lowering.triton.launch import KernelCalls
+from fxprec.passes.lowering.triton.launch import KernelCalls, insert_launch
+from fxprec.passes.sites import replace_node
 
 aten = torch.ops.aten
 
@@ -53,49 +54,48 @@ def lower_blocks(
     """
     graph = gm.graph
     for node, turn in Rotate.among(Rotate.nodes(graph)):
-        _expand(graph, node, partial(hadamard.rotated, size=turn.size), turn.x, turn.seed)
+        _expand(node, partial(hadamard.rotated, size=turn.size), turn.x, turn.seed)
     # Inductor takes a minute to generate C++ for this, so a CPU runs the reference.
     corrections = () if device_type == "cpu" else CorrectScales.among(CorrectScales.nodes(graph))
     for node, scales in corrections:
         fixed = partial(eden.corrected, row=scales.row, format=scales.format, size=scales.size)
-        _expand(graph, node, fixed, scales.q, scales.x, scales.whole, scales.seed)
+        _expand(node, fixed, scales.q, scales.x, scales.whole, scales.seed)
     for node, scale in TensorScale.among(TensorScale.nodes(graph)):
-        _expand(graph, node, partial(block_codec.tensor_scale, fmt=find_blocks(scale.format)), scale.x)
+        _expand(node, partial(block_codec.tensor_scale, fmt=find_blocks(scale.format)), scale.x)
     for q, cast in Quantize.among(filter(is_in_blocks, Quantize.nodes(graph))):
         if lowering == "triton" and _store_kernel(cast).name not in without:
             _launch_store(graph, q, cast, calls)
         elif device_type == "cpu":
-            _replace(graph, q, StoreBlocks.like(cast))
+            _replace(q, StoreBlocks.like(cast))
         else:
             stored = partial(block_codec.stored, row=cast.row, format=cast.format)
-            _expand(graph, q, stored, cast.x, cast.seed, cast.whole)
+            _expand(q, stored, cast.x, cast.seed, cast.whole)
     for x, read in Dequantize.among(filter(is_in_blocks, Dequantize.nodes(graph))):
         if lowering == "triton" and block_device.load_kernel(find_blocks(read.format)).name not in without:
             _launch_load(graph, x, read, calls)
         elif device_type == "cpu":
-            _replace(graph, x, LoadBlocks.like(read))
+            _replace(x, LoadBlocks.like(read))
         else:
             loaded = partial(block_codec.loaded, row=read.row, format=read.format)
-            _expand(graph, x, partial(loaded, elements=read.elements, dtype=read.dtype), read.q, read.whole)
+            _expand(x, partial(loaded, elements=read.elements, dtype=read.dtype), read.q, read.whole)
 
 
-def _replace(graph: Graph, node: Node, call: StoreBlocks | LoadBlocks) -> None:
-    with graph.inserting_before(node):
-        _put(graph, node, call.insert(graph))
+def _replace(node: Node, call: StoreBlocks | LoadBlocks) -> None:
+    with node.graph.inserting_before(node):
+        _put(node, call.insert(node.graph))
 
 
-def _put(graph: Graph, node: Node, new: Node) -> None:
+def _put(node: Node, new: Node) -> None:
     new.meta = dict(node.meta)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+    replace_node(node, new)
 
 
 # Operators that Inductor fuses.
 
 
-def _expand(graph: Graph, node: Node, function: Callable[..., object], *tensors: Node | None) -> None:
-    with graph.inserting_before(node):
-        _put(graph, node, traced_in(graph, function, *tensors))
+def _expand(node: Node, function: Callable[..., object], *tensors: Node | None) -> None:
+    with node.graph.inserting_before(node):
+        _put(node, traced_in(node.graph, function, *tensors))
 
 
 def traced_in(graph: Graph, function: Callable[..., object], *tensors: Node | None) -> Any:
@@ -120,14 +120,10 @@ def _launch_store(graph: Graph, q: Node, cast: Quantize, calls: KernelCalls) -> 
     fmt, kernel = find_blocks(cast.format), _store_kernel(cast)
     with graph.inserting_before(q):
         x = _contiguous(graph, cast.x)
-        arguments: dict[str, object] = {
-            "x": x,
-            "seed": cast.seed,
-            "whole": cast.whole,
-            "salt": block_codec.salt_of(cast.row),
-        }
+        salt = block_codec.salt_of(cast.row)
+        arguments: dict[str, object] = {"x": x, "seed": cast.seed, "whole": cast.whole, "salt": salt}
         described = BlockCall(kernel.name, True, cast.row, cast.format)
-        _put(graph, q, _launch(graph, q, kernel, arguments, tensor_of(x).numel(), fmt, calls, described))
+        _put(q, _launch(graph, q, kernel, arguments, tensor_of(x).numel(), fmt, calls, described))
 
 
 def _store_kernel(cast: Quantize) -> block_device.BlockKernel:
@@ -140,7 +136,7 @@ def _launch_load(graph: Graph, x: Node, read: Dequantize, calls: KernelCalls) ->
         arguments: dict[str, object] = {"q": read.q, "whole": read.whole}
         kernel = block_device.load_kernel(fmt)
         described = BlockCall(kernel.name, False, read.row, read.format)
-        _put(graph, x, _launch(graph, x, kernel, arguments, tensor_of(x).numel(), fmt, calls, described))
+        _put(x, _launch(graph, x, kernel, arguments, tensor_of(x).numel(), fmt, calls, described))
 
 
 def _launch(
@@ -160,11 +156,8 @@ def _launch(
     given = arguments | {"out": out, "n": elements}
     programs = -(-elements // (fmt.block * kernel.per_program))
     named = {name: given[name] for name in (*kernel.pointers, *kernel.integers)}
-    keywords: dict[str, Any] = calls.keywords(kernel.source, kernel.name, programs, named, ["out"])
-    call = graph.call_function(calls.target, (), keywords)
-    call.meta["val"] = {"out": val}
+    call = insert_launch(graph, calls, kernel.source, kernel.name, programs, named, ["out"])
     call.meta[_CAST] = described
-    call.meta["eager_input_vals"] = ((), torch.fx.map_arg(keywords, lambda n: n.meta["val"]))
     return graph.call_function(operator.getitem, (call, "out"))
 
 

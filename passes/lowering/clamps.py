@@ -15,6 +15,7 @@ from torch.fx import Graph
 
 from fxprec.passes.analysis.joint import argument, input_at
 from fxprec.passes.lowering.expand import insert
+from fxprec.passes.sites import replace_node
 
 aten = torch.ops.aten
 
@@ -27,8 +28,7 @@ def compare_to_clamp(graph: Graph) -> None:
             with graph.inserting_before(node):
                 clamped = insert(graph, compared, input_at(node, 0), *bound)
             clamped.meta = dict(node.meta)
-            node.replace_all_uses_with(clamped)
-            graph.erase_node(node)
+            replace_node(node, clamped)
 
 
 def _at_least(x: Tensor, _: object, least: float = 0) -> Tensor:

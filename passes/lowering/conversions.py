@@ -9,6 +9,7 @@ from fxprec.kernels.coded_gemms import TransposeCodes
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import argument, input_at, tensor_of
 from fxprec.passes.analysis.ops import CONVERT
+from fxprec.passes.sites import replace_node
 
 aten = torch.ops.aten
 
@@ -22,8 +23,7 @@ def share_conversions(graph: Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=CONVERT):
         first = made.setdefault(node.args, node)
         if first is not node:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
+            replace_node(node, first)
 
 
 def show_bytes_in_memory(gm: GraphModule) -> None:
@@ -60,11 +60,11 @@ def widen_products(gm: GraphModule) -> None:
     for wide in gm.graph.find_nodes(op="call_function", target=CONVERT):
         product = input_at(wide, 0)
         if argument(wide, 1) == torch.float32 and len(product.users) == 1 and all(u.op == "output" for u in wide.users):
-            _widen(gm.graph, product, wide)
+            _widen(product, wide)
     gm.recompile()
 
 
-def _widen(graph: Graph, product: Node, wide: Node) -> None:
+def _widen(product: Node, wide: Node) -> None:
     if product.target is aten._scaled_mm.default and argument(product, _BIAS) is None:  # no bias to float32
         product.update_arg(_OUT_DTYPE, torch.float32)
     elif product.target is aten.mm.default and _WIDE_MM is not None and tensor_of(product).dtype != torch.float32:
@@ -73,8 +73,7 @@ def _widen(graph: Graph, product: Node, wide: Node) -> None:
     else:
         return
     product.meta["val"] = wide.meta["val"]
-    wide.replace_all_uses_with(product)
-    graph.erase_node(wide)
+    replace_node(wide, product)
 
 
 _BIAS, _OUT_DTYPE = 4, 6  # positions among the arguments of aten._scaled_mm

@@ -19,6 +19,7 @@ from fxprec.kernels.casts import Load, Round, RoundOver, Store, StoreOver
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.lowering.layout import prefer_channels_last
 from fxprec.passes.lowering.round_in_place import can_round_in_place
+from fxprec.passes.sites import replace_node
 
 
 def call_kernels(
@@ -46,8 +47,7 @@ def _store(graph: Graph, q: Node, cast: Quantize) -> Node:
     guards = _guards(cast, [x for x, _ in readers])
     keep = bool(guards)
     for guard, kept in guards:
-        guard.replace_all_uses_with(kept.rounded)
-        graph.erase_node(guard)
+        replace_node(guard, kept.rounded)
     keeps_codes = len(readers) < len(q.users) and not cast.is_simulated
     overwrites = bool(readers) and can_round_in_place(cast.x)
     values, codes = cast.x, cast.x
@@ -67,8 +67,7 @@ def _store(graph: Graph, q: Node, cast: Quantize) -> Node:
     for x, read in readers:
         _replace(graph, x, read.dtype, values)
     codes.meta.setdefault("val", q.meta["val"])
-    q.replace_all_uses_with(codes)
-    graph.erase_node(q)
+    replace_node(q, codes)
     return stats
 
 
@@ -91,5 +90,4 @@ def _replace(graph: Graph, x: Node, dtype: torch.dtype, values: Node) -> None:
     with graph.inserting_before(x):
         new = values if dtype == torch.float32 else graph.call_function(CONVERT, (values, dtype))
     new.meta.setdefault("val", x.meta["val"])  # the operator that takes its scale off is expanded after this
-    x.replace_all_uses_with(new)
-    graph.erase_node(x)
+    replace_node(x, new)

@@ -35,6 +35,7 @@ from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.rows import INFINITY, MAGNITUDE, FormatRow, format_row, row_of
 from fxprec.numerics.trace import drop_aliases
 from fxprec.passes.analysis.joint import dim_hint, tensor_of
+from fxprec.passes.sites import replace_node
 
 aten = torch.ops.aten
 
@@ -60,8 +61,7 @@ def expand(
             template = _traced(function, tuple(map(_dtype, _tensors(node))), static, len(columns))
             row = [_column(gm.graph, node, column) for column in columns]
             new = inline(gm.graph, template, (*_tensors(node), *row), device)
-        node.replace_all_uses_with(new)
-        gm.graph.erase_node(node)
+        replace_node(node, new)
     gm.graph.eliminate_dead_code()
     gm.recompile()
 
@@ -108,30 +108,14 @@ def _counts_recipe(node: Node, rows: Rows) -> _Recipe:
     return _counts, static, (0, CARRIED, MEASURE, *columns[1:])
 
 
-def _rescale_recipe(node: Node, rows: Rows) -> _Recipe:
-    return _rescale, (), (0,)
-
-
-def _gathered_recipe(node: Node, rows: Rows) -> _Recipe:
-    return _gathered, (), ()
-
-
-def _keep_recipe(node: Node, rows: Rows) -> _Recipe:
-    return _keep_nonfinite, (), ()
-
-
-def _keep_codes_recipe(node: Node, rows: Rows) -> _Recipe:
-    return _keep_codes, (KeepCodes.of(node).format,), ()
-
-
 _RECIPES: dict[object, Callable[[Node, Rows], _Recipe]] = {
     Quantize.target: _quantize_recipe,
     Dequantize.target: _dequantize_recipe,
     Count.target: _counts_recipe,
-    Gathered.target: _gathered_recipe,
-    Rescale.target: _rescale_recipe,
-    KeepNonfinite.target: _keep_recipe,
-    KeepCodes.target: _keep_codes_recipe,
+    Gathered.target: lambda node, rows: (_gathered, (), ()),
+    Rescale.target: lambda node, rows: (_rescale, (), (0,)),
+    KeepNonfinite.target: lambda node, rows: (_keep_nonfinite, (), ()),
+    KeepCodes.target: lambda node, rows: (_keep_codes, (KeepCodes.of(node).format,), ()),
 }
 
 

@@ -17,6 +17,7 @@ from fxprec.passes.analysis.coded_gemms import PURE_VIEWS
 from fxprec.passes.analysis.joint import argument, input_at, is_view, shown, tensor_of, value
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.lowering.stats import Counters
+from fxprec.passes.sites import replace_node
 
 aten = torch.ops.aten
 _HALVES = (torch.bfloat16, torch.float16)
@@ -32,8 +33,7 @@ def call(graph: Graph, target: Any, *args: Any) -> Node:
 def substitute(graph: Graph, node: Node, new: Node) -> None:
     """Replace a node by ``new``, which takes over the node's fake value."""
     new.meta.setdefault("val", node.meta.get("val"))
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+    replace_node(node, new)
 
 
 def copy_with_codes(graph: Graph, copy: Node, counters: Counters, without: Collection[str]) -> bool:

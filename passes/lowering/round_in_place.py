@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from fxprec.ir.operators import Trait, having
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import made_by
+from fxprec.passes.analysis.joint import made_by, value
 
 aten = torch.ops.aten
 _FORCE = torch.ops.prims.inductor_force_stride_order.default
@@ -33,9 +33,5 @@ def _is_real_work(node: Node) -> bool:
 
 
 def _is_dense_float(node: Node) -> bool:
-    val = node.meta.get("val")
-    return (
-        isinstance(val, torch.Tensor)
-        and val.dtype == torch.float32
-        and bool(torch.ops.aten.is_non_overlapping_and_dense(val))
-    )
+    val = value(node)
+    return val is not None and val.dtype == torch.float32 and bool(aten.is_non_overlapping_and_dense(val))

@@ -15,6 +15,7 @@ from fxprec.ir.symbolic import AS_STORED, Dequantize, InMemory, Quantize
 from fxprec.passes.analysis.joint import tensor_of
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.lowering.expand import insert
+from fxprec.passes.sites import replace_node
 
 aten = torch.ops.aten
 
@@ -38,8 +39,7 @@ class ScalesBeside:
             wide = replace(read, row=AS_STORED, dtype=torch.float32).insert(self.graph)
             wide.meta = {**node.meta, "val": tensor_of(node).to(torch.float32)}
             x = self._as(self._times(wide, read.table, read.row, -1), read.dtype)
-        node.replace_all_uses_with(x)
-        self.graph.erase_node(node)
+        replace_node(node, x)
         return wide
 
     def _times(self, x: Node, table: Node, row: int, sign: int) -> Node:

@@ -6,8 +6,10 @@ into it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import combinations, pairwise
 
 from fxprec.passes.analysis.replay.kernels import Kind
@@ -135,18 +137,16 @@ class Kernels:
     def _has_cycle(self, a: _Group, b: _Group) -> bool:
         """Return whether a kernel outside reads one of the groups and is read by the other."""
         members = a.members | b.members
-        bits, before = _bits(members), 0
-        for member in members:
-            before |= self._before[member]
+        bits, before = _bits(members), self._before_any(members)
         return any(self._before[p] & bits for p in _set_bits(before & ~bits & -(1 << min(members))))
+
+    def _before_any(self, members: set[int]) -> int:
+        return reduce(operator.or_, (self._before[member] for member in members))
 
     def _note(self, joined: _Group) -> None:
         """Order a fused kernel: nodes before one member are before all members, and before nodes that follow any."""
         bits = _bits(joined.members)
-        before = 0
-        for member in joined.members:
-            before |= self._before[member]
-        before &= ~bits
+        before = self._before_any(joined.members) & ~bits
         for member in joined.members:
             self._before[member] = before | bits & ~(1 << member)
         for position in range(min(joined.members), len(self._before)):
@@ -158,10 +158,7 @@ _LOOPS = (Kind.FUSED, Kind.REDUCED)
 
 
 def _bits(positions: set[int]) -> int:
-    bits = 0
-    for position in positions:
-        bits |= 1 << position
-    return bits
+    return sum(1 << position for position in positions)
 
 
 def _set_bits(bits: int) -> Iterator[int]:

@@ -203,15 +203,12 @@ def _is_joined_in_place(node: Node) -> bool:
 
 
 def _bytes(node: Node) -> int:
-    """Return the bytes of a node's result; several results are separate items."""
+    """Return the bytes of a node's result, an expanded dimension once; several results are separate items."""
     val = value(node)
-    return 0 if val is None else _tensor_bytes(val)
-
-
-def _tensor_bytes(val: torch.Tensor) -> int:
-    """Return a tensor's bytes; an expanded dimension counts once."""
+    if val is None or not numel_hint(val):
+        return 0
     sizes = [dim_hint(size) for size, stride in zip(val.shape, val.stride(), strict=True) if dim_hint(stride)]
-    return math.prod(sizes) * val.dtype.itemsize if numel_hint(val) else 0
+    return math.prod(sizes) * val.dtype.itemsize
 
 
 def _numbers(node: Node) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.numerics.stats import SITE_COUNTERS
-from fxprec.passes.analysis.joint import input_at, tensor_of
+from fxprec.passes.analysis.joint import input_at, tensor_of, value
 from fxprec.passes.lowering.triton.kernel import Argument, Kernel
 from fxprec.passes.lowering.triton.regions import ORIGIN
 from fxprec.passes.lowering.triton.shapes_in_graph import SizeNodes
@@ -36,6 +36,24 @@ class KernelCalls(Protocol):
         """Load the kernel; return the operator's keyword arguments."""
 
 
+def insert_launch(
+    graph: Graph,
+    calls: KernelCalls,
+    source: str,
+    name: str,
+    programs: object,
+    arguments: dict[str, object],
+    written: list[str],
+) -> Node:
+    """Insert the launch of a kernel, whose value has the arguments in ``written``."""
+    keywords = calls.keywords(source, name, programs, arguments, written)
+    call = graph.call_function(calls.target, (), keywords)
+    vals = torch.fx.map_arg(keywords, lambda n: n.meta["val"])
+    call.meta["val"] = {name: vals["kwargs"][name] for name in written}
+    call.meta["eager_input_vals"] = ((), vals)  # Inductor then gives the kernel exactly these strides
+    return call
+
+
 @dataclass
 class Launches:
     """The calls of one graph, in order; ``watched`` are the rows whose counters they write."""
@@ -53,7 +71,7 @@ class Launches:
         """Call ``kernel`` at the position of its region. Raises `Unprintable` if a size has no node."""
         first = kernel.region.nodes[0]
         with self.graph.inserting_before(first):
-            near = [n for n in (*(a.node for a in kernel.inputs), *kernel.region.nodes) if _is_tensor(n)]
+            near = [n for n in (*(a.node for a in kernel.inputs), *kernel.region.nodes) if value(n) is not None]
             near = [n for n in near if n not in kernel.region.members]
             arguments: dict[str, object] = {a.name: self._memory(a) for a in kernel.inputs}
             if kernel.rows:
@@ -68,7 +86,7 @@ class Launches:
                 arguments["slot"] = _plain(len(self.watched))
             programs = self.sizes.programs(kernel.sizes[0][1], kernel.per_program, near)
             written = [*outputs, *(["counters"] if kernel.watched else [])]
-            call = self._call(kernel.source, kernel.name, programs, arguments, written)
+            call = insert_launch(self.graph, self.calls, kernel.source, kernel.name, programs, arguments, written)
             for a in kernel.outputs:
                 a.node.replace_all_uses_with(self._result(call, a, outputs[a.name]))
             if kernel.watched:
@@ -84,14 +102,6 @@ class Launches:
         self._zeros.args = ([size], 0)
         self.counters.meta["val"] = self._zeros.meta["val"].new_empty(size)
         return self.counters
-
-    def _call(self, source: str, name: str, programs: object, arguments: dict[str, object], written: list[str]) -> Node:
-        keywords = self.calls.keywords(source, name, programs, arguments, written)
-        call = self.graph.call_function(self.calls.target, (), keywords)
-        vals = torch.fx.map_arg(keywords, lambda n: n.meta["val"])
-        call.meta["val"] = {name: vals["kwargs"][name] for name in written}
-        call.meta["eager_input_vals"] = ((), vals)  # Inductor then gives the kernel exactly these strides
-        return call
 
     def _memory(self, argument: Argument) -> Node:
         node = argument.node
@@ -142,7 +152,3 @@ class Launches:
 def _plain(number: int) -> int:
     """Encode a number as an odd number from 3 on: compilers specialise code for 1 and for multiples of 16."""
     return 2 * number + 3
-
-
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)

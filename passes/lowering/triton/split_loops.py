@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.passes.analysis.joint import numel_hint, readers
-from fxprec.passes.analysis.replay.kernels import Kind, kind_of
+from fxprec.passes.analysis.joint import readers
+from fxprec.passes.analysis.replay.kernels import Kind, kind_of, result_bytes
 from fxprec.passes.lowering.triton.regions import Region, is_constant, outputs
 
 _SHARE = 8
@@ -57,8 +57,8 @@ class _LibraryCalls:
 
 def _splits_loops(region: Region, members: Collection[Node], calls: _LibraryCalls) -> bool:
     read, written = _inputs(region), outputs(region)
-    moved = sum(map(_bytes, (*read, *written)))
-    extra = sum(2 * _bytes(x) for x in read if _is_fused(x, members))
+    moved = sum(map(result_bytes, (*read, *written)))
+    extra = sum(2 * result_bytes(x) for x in read if _is_fused(x, members))
     extra += sum(_extra_bytes(x, region, calls) for x in written)
     return extra * _SHARE > moved
 
@@ -84,7 +84,7 @@ def _extra_bytes(x: Node, region: Region, calls: _LibraryCalls) -> int:
     if not any(_is_loop(reader) and not calls.is_after_call(reader, region) for reader in outside):
         return 0
     is_written = any(_needs_memory(reader) or calls.is_after_call(reader, region) for reader in outside)
-    return _bytes(x) * (1 if is_written else 2)
+    return result_bytes(x) * (1 if is_written else 2)
 
 
 def _readers(x: Node) -> Iterator[Node]:
@@ -98,8 +98,3 @@ def _is_loop(node: Node) -> bool:
 
 def _needs_memory(node: Node) -> bool:
     return node.op == "output" or not _is_loop(node)
-
-
-def _bytes(node: Node) -> int:
-    val = node.meta.get("val")
-    return numel_hint(val) * val.dtype.itemsize if isinstance(val, torch.Tensor) else 0
