@@ -7,8 +7,6 @@ wait, together with the copy that has the ReLU's mask. Under autocast, autograd'
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch.fx import Node
 
@@ -18,7 +16,7 @@ from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.replay.step import Step
 from fxprec.passes.base import Work
 from fxprec.passes.casts.own_buffers import ExternKernels
-from fxprec.passes.sites import emit, emit_call
+from fxprec.passes.sites import emit, emit_call, replace_node
 
 _ADD, _WHERE = torch.ops.aten.add.Tensor, torch.ops.aten.where.self
 _RANGE = torch.finfo(torch.bfloat16).max
@@ -41,7 +39,7 @@ def _sum_of(node: Node, step: Step) -> torch.dtype | None:
     """Return the 16-bit dtype of the addends of a float32 sum, masked or not; None if the node is no such sum."""
     if value(node) is None or tensor_of(node).dtype != torch.float32:
         return None
-    addends = [*_addends(node, step)]
+    addends = _addends(node, step)
     found = {tensor_of(x).dtype for x in addends}
     is_made = len(addends) > 1 or node.target is _WHERE
     if not is_made or len(found) != 1:
@@ -52,19 +50,22 @@ def _sum_of(node: Node, step: Step) -> torch.dtype | None:
     return dtype if is_narrow and is_whole else None
 
 
-def _addends(node: Node, step: Step) -> Iterator[Node]:
-    """Yield the gradients that a sum adds, before they were widened and masked."""
-    if node.target is _ADD and not node.kwargs:
-        for x in node.all_input_nodes:
-            yield from _addends(x, step)
-    elif node.target is _WHERE:
-        for x in node.all_input_nodes[1:]:
-            if x in step.backward_set:
-                yield from _addends(x, step)
-    elif node.target is CONVERT:
-        yield node.all_input_nodes[0]
-    else:
-        yield node
+def _addends(node: Node, step: Step) -> list[Node]:
+    """Return the gradients that a sum adds, before they were widened and masked."""
+    found, sums, stack = list[Node](), set[Node](), [node]
+    while stack:
+        node = stack.pop()
+        if node in sums:
+            continue
+        if node.target is _ADD and not node.kwargs:
+            sums.add(node)
+            stack += node.all_input_nodes
+        elif node.target is _WHERE:
+            sums.add(node)
+            stack += (x for x in node.all_input_nodes[1:] if x in step.backward_set)
+        else:
+            found.append(node.all_input_nodes[0] if node.target is CONVERT else node)
+    return found
 
 
 def _store_narrow(node: Node, dtype: torch.dtype) -> None:
@@ -75,7 +76,6 @@ def _store_narrow(node: Node, dtype: torch.dtype) -> None:
         wide = emit(graph, CONVERT, (buffer, val.dtype), node, val=val)
     for reader in readers:
         if reader.target is CONVERT and tensor_of(reader).dtype == dtype:
-            reader.replace_all_uses_with(buffer)
-            graph.erase_node(reader)
+            replace_node(reader, buffer)
         else:
             reader.replace_input_with(node, wide)

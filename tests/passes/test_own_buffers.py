@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backend_helpers import eager_backend
+from one_pass import run_pass
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -228,6 +231,35 @@ def test_a_sum_waits_and_not_its_addends(monkeypatch: pytest.MonkeyPatch) -> Non
     narrow = most_of_backward()
     monkeypatch.setattr(shorten_lives, "narrow_sums", lambda work: None)
     assert narrow <= most_of_backward() - 2 * IMAGES * WIDTH * SIDE * SIDE
+
+
+class Fanned(nn.Module):
+    """A layer whose result 40 products read: its gradient is a chain of 39 sums, each waiting for a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weights = nn.Linear(8, 8), nn.Parameter(torch.ones(40, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return sum((torch.sin(x @ weight) for weight in self.weights.unbind()), x)
+
+
+def test_a_long_chain_of_sums_needs_no_deep_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow, limit = shorten_lives.narrow_sums, sys.getrecursionlimit()
+
+    def watch(work: Any) -> None:
+        sys.setrecursionlimit(len(inspect.stack(0)) + 30)
+        try:
+            narrow(work)
+        finally:
+            sys.setrecursionlimit(limit)
+
+    monkeypatch.setattr(shorten_lives, "narrow_sums", watch)
+    options = {"recipe": "bf16", "low_ratio": None, "peak_budget": "100%"}
+    found = run_pass("shorten-lives", Fanned(), torch.randn(16, 8), **options)
+    _, sums = found.halves(torch.ops.aten.add.Tensor)
+    assert sums >= 39
 
 
 class Narrowing(nn.Sequential):
