@@ -83,7 +83,7 @@ _NOT_MEASURED = (
 
 def _without_effect(work: Work) -> Iterator[str]:
     """Yield a message for each ``keep_high`` pattern that changes nothing because only backward reads 8 bits."""
-    patterns, device = work.settings.asked.keep_high, work.joint.table.meta["val"].device
+    patterns, device = work.settings.asked.keep_high, work.joint.device
     multiplies_codes = gpu_of(device) is not None
     if patterns != "ends" and work.settings.recipe.has_low and not multiplies_codes:
         yield from without_effect(work.grouped.tensors if work.joint.tangents else (), patterns)

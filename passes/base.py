@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from fxprec.config import Settings
+from fxprec.config.operands import Product
 from fxprec.config.settings import PeakBudget
 from fxprec.numerics.blocks import BlockFormat
 from fxprec.passes.analysis.assignment import Assignment
@@ -57,20 +58,13 @@ class GivenPeak:
 
 @dataclass(frozen=True, kw_only=True)
 class OperandFormats:
-    """The block formats that one GEMM's operands are rounded to, one per product; None: that product stays high."""
+    """The block formats that one GEMM's operands are rounded to, by product; a product that is left out stays high."""
 
-    forward: BlockFormat | None = None
-    input_grad: BlockFormat | None = None
-    weight_grad: BlockFormat | None = None
+    formats: Mapping[Product, BlockFormat] = field(default_factory=dict)
     why: str = ""
     """Why a product stays high although the recipe has a block format for it."""
     is_kept_high: bool = False
     """Whether a pattern of ``keep_high`` matches the GEMM's module."""
-
-    @property
-    def formats(self) -> tuple[BlockFormat, ...]:
-        """Return the formats of the products that are rounded to blocks."""
-        return tuple(fmt for fmt in (self.forward, self.input_grad, self.weight_grad) if fmt is not None)
 
 
 @dataclass

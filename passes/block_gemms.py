@@ -140,12 +140,7 @@ class _Rewrite:
                 refused = refused or f"{product}: {reason}"
         if refused:
             self._notice(op, refused)
-        return OperandFormats(
-            forward=formats.get("forward"),
-            input_grad=formats.get("input_grad"),
-            weight_grad=formats.get("weight_grad"),
-            why=refused or ("" if given is None else given.operands_why),
-        )
+        return OperandFormats(formats=formats, why=refused or ("" if given is None else given.operands_why))
 
     def _notice(self, op: Operator, reason: str) -> None:
         detail = f"the operands stay in {self.work.settings.recipe.hi.name}: {reason}"

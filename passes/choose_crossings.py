@@ -61,7 +61,7 @@ def _choose(work: Work) -> None:
         low = tuple(form for form in forms if isinstance(form, Low))
         if low and node not in high:  # backward reads nothing but the low copy
             needs.forms[node] = low
-    rates = Rates.of(work.joint.table.meta["val"].device)
+    rates = Rates.of(work.joint.device)
     # A saved byte costs one pass over memory. Otherwise a value that is read low could be recomputed from a wide one.
     price, inputs = 1 / rates.bytes_per_s, _inputs(work, needs)
     problem = Problem(needs, rates, ("narrow",), price=price, inputs=inputs)
@@ -118,19 +118,16 @@ def _notice_wanted_blocks(work: Work, refused: Mapping[int, str]) -> None:
 
 def _record_copies(work: Work, needs: Needs, fit: Fit) -> None:
     """Update the sites of values that are now kept in another form than their row says, or recomputed."""
-    hi, repeated = work.settings.recipe.hi, {node for node, _ in fit.replay.repeated}
+    sites, hi = work.book.sites, work.settings.recipe.hi
+    repeated = {node for node, _ in fit.replay.repeated}
     for node, row in needs.rows.items():
-        site, is_kept = work.book.sites[row], node in fit.replay.kept
         form = fit.replay.kept.get(node)
-        if isinstance(form, Low) and site.is_unread:
-            work.book.sites[row] = replace(site, format=form.copy.name, reads="backward", why="", unread=False)
-        if is_kept and not (isinstance(form, Own) and parse(site.format).bits < hi.bits):
-            continue
-        if is_kept or node in repeated:
-            was_low = parse(site.format).bits < hi.bits
-            high = replace(site, reads="all", format=hi.name)
-            why = WHY_KEPT if is_kept else WHY_RECOMPUTED
-            work.book.sites[row] = replace(high, why=why, unread=True) if was_low else high
+        if isinstance(form, Low) and sites[row].is_unread:
+            sites[row] = replace(sites[row], format=form.copy.name, reads="backward", why="", unread=False)
+        elif isinstance(form, Own) and parse(sites[row].format).bits < hi.bits:
+            work.book.leave_high(row, WHY_KEPT)
+        elif form is None and node in repeated:
+            work.book.leave_high(row, WHY_RECOMPUTED)
 
 
 def _inputs(work: Work, needs: Needs) -> set[Node]:

@@ -18,7 +18,7 @@ from fxprec.ir.operators import Trait, having
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import JointGraph, operator_of
 from fxprec.passes.base import Pass, Work
-from fxprec.passes.sites import emit
+from fxprec.passes.sites import emit, replace_node
 
 _ORDERS = having(Trait.ORDERS)
 _EQUALITIES = frozenset({ops.aten.eq.Tensor, ops.aten.ne.Tensor})
@@ -39,8 +39,7 @@ class CompareInForward(Pass):
             if frozenset(pair) in ordered:
                 key = (node.target, *pair)
                 made[key] = made.get(key) or _moved(joint, node, pair)
-                node.replace_all_uses_with(made[key])
-                joint.graph.erase_node(node)
+                replace_node(node, made[key])
 
 
 def _compared(joint: JointGraph, node: Node) -> tuple[Node, Node] | None:

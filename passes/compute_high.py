@@ -22,7 +22,7 @@ from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import factors_of, is_backward, is_view, operator_of, readers, tensor_of
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.notice import Notice
-from fxprec.passes.sites import emit, read_of, set_format
+from fxprec.passes.sites import read_of, set_format
 from fxprec.passes.weigh_gemms import over_codes
 from fxprec.plan import Site
 from fxprec.plan.lines import named
@@ -160,10 +160,10 @@ class _Readers:
         """Make readers of ``old``, direct or through views, read ``new``, except those for which ``keeps`` holds."""
         for user in list(old.users):
             if is_view(user):
+                args = tuple(new if arg is old else arg for arg in user.args)
                 with self.graph.inserting_before(user):
-                    view = emit(self.graph, operator_of(user), (), user, val=user.meta["val"])
-                view.args = tuple(new if arg is old else arg for arg in user.args)
-                view.kwargs, view.meta = dict(user.kwargs), dict(user.meta)
+                    view = self.graph.call_function(operator_of(user), args, dict(user.kwargs))
+                view.meta = dict(user.meta)
                 self._divert(user, view, keeps)
                 for node in (user, view):
                     if not node.users:

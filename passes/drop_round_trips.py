@@ -19,7 +19,7 @@ from fxprec.passes.analysis.block_copies import Refusals, wanted_block_formats
 from fxprec.passes.analysis.joint import is_backward, operator_of, shown, value
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.base import Pass, Work
-from fxprec.passes.sites import emit, emit_on
+from fxprec.passes.sites import emit, emit_on, replace_node
 
 _CAT = torch.ops.aten.cat.default
 
@@ -55,8 +55,7 @@ def _converted(graph: Graph, node: Node) -> None:
     x = node.all_input_nodes[0]
     narrow = _as_it_was(graph, node, x, node.meta["val"].dtype)
     if narrow is not None:
-        node.replace_all_uses_with(narrow)
-        graph.erase_node(node)
+        replace_node(node, narrow)
 
 
 def _stored(graph: Graph, q: Node, cast: Quantize) -> None:
@@ -71,8 +70,7 @@ def _stored(graph: Graph, q: Node, cast: Quantize) -> None:
                 new = emit(graph, CONVERT, (narrow, read.dtype), x, val=x.meta["val"])
             if regions.is_marked(x):  # a policy may save the value, but not this conversion of it
                 new.meta[regions.POLICY] = CheckpointPolicy.MUST_RECOMPUTE
-        x.replace_all_uses_with(new)
-        graph.erase_node(x)
+        replace_node(x, new)
     if not q.users:
         graph.erase_node(q)
 
@@ -89,11 +87,10 @@ def _joined(graph: Graph, cat: Node) -> None:
         return
     with graph.inserting_before(cat):
         args = torch.fx.map_arg(cat.args, narrow.__getitem__)
-        joined = emit(graph, operator_of(cat), args, cat, val=cat.meta["val"].to(source.dtype))
-        joined.kwargs = dict(cat.kwargs)
+        narrow_val = cat.meta["val"].to(source.dtype)
+        joined = emit(graph, operator_of(cat), args, cat, kwargs=cat.kwargs, val=narrow_val)
         wide = emit(graph, CONVERT, (joined, cat.meta["val"].dtype), cat, val=cat.meta["val"])
-    cat.replace_all_uses_with(wide)
-    graph.erase_node(cat)
+    replace_node(cat, wide)
 
 
 def _as_it_was(graph: Graph, reader: Node, x: Node, dtype: torch.dtype) -> Node | None:

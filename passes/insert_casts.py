@@ -24,7 +24,7 @@ class InsertCasts(Pass):
     memory, and keep tensors that 8 bits would spoil in higher precision."""
 
     def apply(self, work: Work) -> None:
-        on_gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device) is not None
+        on_gpu = gemm_costs.gpu_of(work.joint.device) is not None
         work.book = SiteBook(
             graph=work.joint.graph,
             table=work.joint.table,

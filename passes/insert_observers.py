@@ -5,7 +5,6 @@ For that step the pass replaces the passes that insert casts. The plan is then s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
@@ -17,7 +16,7 @@ from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.values import is_plain_float
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.lowering.stats import append_gathered
-from fxprec.passes.sites import emit_call, insertion_point_after, replace_uses
+from fxprec.passes.sites import emit_call, insertion_point_after, replace_node, replace_uses
 
 
 @dataclass(frozen=True)
@@ -29,21 +28,14 @@ class InsertObservers(Pass):
     def apply(self, work: Work) -> None:
         walk = GradientWalk(work.grouped, lambda node, target, users: node)
         walk.run()
-        latest: dict[
-            Node, Node
-        ] = {}  # gradient -> its last observe node: several values may share a gradient, as a sum and its addends
-        for value, gradient in list(_pairs(work.grouped, walk)):
+        # gradient -> its last observe node: several values may share a gradient, as a sum and its addends
+        latest: dict[Node, Node] = {}
+        gradients = {value: walk.gradient_of(value) for value in work.grouped.values}
+        for value, gradient in gradients.items():
+            if gradient is None:
+                continue
             found = latest.get(gradient, gradient)
             latest[gradient] = _observe(work.grouped, value, found, work.settings.recipe)
-
-
-def _pairs(grouped: Grouped, walk: GradientWalk) -> Iterator[tuple[Node, Node]]:
-    gradients = grouped.operators.joint.gradients
-    for value in grouped.values:
-        if value in gradients:
-            yield value, gradients[value][1]
-        elif (summed := walk.sum_of(value)) is not None:
-            yield value, summed
 
 
 def _observe(grouped: Grouped, value: Node, gradient: Node, recipe: Recipe) -> Node:
@@ -72,8 +64,7 @@ def measure(gm: GraphModule) -> tuple[int, ...]:
     for node, observe in Observe.among(Observe.nodes(gm.graph)):
         with gm.graph.inserting_before(node):
             damages[observe.tensor] = Damage.like(observe).insert(gm.graph)
-        node.replace_all_uses_with(observe.grad)
-        gm.graph.erase_node(node)
+        replace_node(node, observe.grad)
     if damages:
         append_gathered(gm.graph, list(damages.values()))
     gm.recompile()

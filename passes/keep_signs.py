@@ -28,6 +28,8 @@ from fxprec.passes.base import Pass, Work
 from fxprec.passes.sites import emit, emit_call
 from fxprec.plan.scales import ScaleGraph, Slot
 
+_AT_LEAST, _AT_MOST = ops.aten.clamp_min.default, ops.aten.clamp_max.default
+
 
 @dataclass(frozen=True)
 class KeepSigns(Pass):
@@ -75,8 +77,8 @@ def _keep_sign_of_scale(work: Work, q: Node, cast: Quantize, comparisons: Set[ob
 def _of_scale(graph: Graph, number: float, like: Rescale) -> Node:
     """Return a number of the format at the scale of a row, as a 0-dim tensor."""
     val = tensor_of(like.g).new_empty(())
-    constant = emit(graph, ops.aten.full.default, ([], number), like.g, val=val)
-    constant.kwargs = {"dtype": val.dtype, "device": val.device}
+    options = {"dtype": val.dtype, "device": val.device}
+    constant = emit(graph, ops.aten.full.default, ([], number), like.g, kwargs=options, val=val)
     return emit_call(graph, replace(like, g=constant), like.g, val=val)
 
 
@@ -98,18 +100,10 @@ def _kept_beyond(graph: Graph, x: Node, is_beyond: Callable[..., Any], bound: fl
     """
     upwards = is_beyond is ops.aten.gt.Scalar
     beyond = emit(graph, is_beyond, (x, int(bound) if bound.is_integer() else bound), x)
-    first, second = (_at_least, _at_most) if upwards else (_at_most, _at_least)
-    inside = x if _is_number(fmt, bound) else second(graph, x, next_number(fmt, bound, not upwards))
-    outside = first(graph, x, next_number(fmt, bound, upwards))
+    first, second = (_AT_LEAST, _AT_MOST) if upwards else (_AT_MOST, _AT_LEAST)
+    inside = x if _is_number(fmt, bound) else emit(graph, second, (x, next_number(fmt, bound, not upwards)), x)
+    outside = emit(graph, first, (x, next_number(fmt, bound, upwards)), x)
     return emit(graph, ops.aten.where.self, (beyond, outside, inside), x, val=x.meta["val"])
-
-
-def _at_least(graph: Graph, x: Node, bound: float) -> Node:
-    return emit(graph, ops.aten.clamp_min.default, (x, bound), x)
-
-
-def _at_most(graph: Graph, x: Node, bound: float) -> Node:
-    return emit(graph, ops.aten.clamp_max.default, (x, bound), x)
 
 
 def next_number(fmt: Format, bound: float, upwards: bool) -> float:

@@ -17,7 +17,7 @@ from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.coded_gemms import PURE_VIEWS, Coded, Layout
 from fxprec.passes.analysis.joint import input_at, is_backward, readers, tensor_of
 from fxprec.passes.base import Pass, Work
-from fxprec.passes.sites import emit, emit_call, emit_on
+from fxprec.passes.sites import emit, emit_call, emit_on, replace_node
 from fxprec.passes.weigh_gemms import Found, gemm_nodes, kernel_of
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ class LowGemms(Pass):
     name: str = "low-gemms"
 
     def apply(self, work: Work) -> None:
-        gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device)
+        gpu = gemm_costs.gpu_of(work.joint.device)
         if gpu is None:
             return
         rewrite = _Rewrite(work.joint.graph, gpu.has_fp8, work.settings.asked.fast_accum)
@@ -64,8 +64,7 @@ class _Rewrite:
             fast = not backward if self.fast is None else self.fast
             gemm = CodedGemm(left, right, bias, a.table, *rows, *formats, out.dtype, kernels.kernel, fast)
             new = emit_call(self.graph, gemm, node, val=out)
-        node.replace_all_uses_with(new)
-        self.graph.erase_node(node)
+        replace_node(node, new)
 
     def code(self, x: Coded) -> Node:
         """Return the codes to multiply; inf and NaN of a guarded gradient are put into its codes."""
@@ -143,9 +142,8 @@ class _Rewrite:
 
     def _contiguous(self, x: Node, like: Node) -> Node:
         val: torch.Tensor = x.meta["val"]
-        clone = emit(self.graph, aten.clone.default, (x,), like, backward=True, val=val.contiguous())
-        clone.kwargs = {"memory_format": torch.contiguous_format}
-        return clone
+        options = {"memory_format": torch.contiguous_format}
+        return emit(self.graph, aten.clone.default, (x,), like, kwargs=options, backward=True, val=val.contiguous())
 
 
 def _shows_in_forward(node: Node) -> bool:

@@ -8,7 +8,7 @@ backward reads its input.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Graph, Node
@@ -33,7 +33,7 @@ from fxprec.passes.analysis.replay.kernels import is_square
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.casts.stored import STATISTIC
 from fxprec.passes.compute_high import UNREAD
-from fxprec.passes.sites import emit
+from fxprec.passes.sites import emit, replace_node
 from fxprec.plan import Site
 
 # Activations of slope 1.2 at most, which hardly enlarge the input's error. Near 0 the error relative to the result may
@@ -72,19 +72,13 @@ class _Copies:
             self.read[cast.x], self.bits[cast.x] = decoded[0], bits if chain is None else self._source_bits(chain)
             if chain is not None:
                 chains[q] = chain
-                self.work.book.sites[cast.row] = self._made_again(site)
+                self.work.book.leave_high(cast.row, MADE_AGAIN)
         for q, chain in reversed(chains.items()):  # a chain from a recomputed value goes first: it adds a reader there
             self._replace(graph, q, chain)
         if chains:
             said = "tensors are recomputed in backward from the stored copy of their input"
             alone = "tensor is recomputed in backward from the stored copy of its input"
             self.work.remarks.append(f"{len(chains)} {said if len(chains) > 1 else alone}")
-
-    def _made_again(self, site: Site) -> Site:
-        hi = self.work.settings.recipe.hi
-        was_high = parse(site.format).bits >= hi.bits
-        made = replace(site, reads="all", format=hi.name)
-        return made if was_high else replace(made, why=MADE_AGAIN, unread=True)
 
     def _source_bits(self, chain: list[Node]) -> int:
         return min(self.bits[n] for node in chain for n in node.all_input_nodes if n in self.bits and n not in chain)
@@ -157,8 +151,7 @@ class _Copies:
         with graph.inserting_before(min(decoded.users)):
             for node in chain:
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: made.get(n, n))
-                made[node] = emit(graph, operator_of(node), args, node, backward=True, val=node.meta["val"])
-                made[node].kwargs = kwargs
-        decoded.replace_all_uses_with(made[chain[-1]])
-        graph.erase_node(decoded)
+                val = node.meta["val"]
+                made[node] = emit(graph, operator_of(node), args, node, kwargs=kwargs, backward=True, val=val)
+        replace_node(decoded, made[chain[-1]])
         graph.erase_node(q)

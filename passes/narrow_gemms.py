@@ -47,7 +47,7 @@ class NarrowGemms(Pass):
         dtype = work.settings.recipe.hi.torch_dtype
         if dtype not in (torch.bfloat16, torch.float16):
             return
-        device_type = work.joint.table.meta["val"].device.type
+        device_type = work.joint.device.type
         on_cpu, everything = device_type == "cpu", dtype == torch.bfloat16
         if on_cpu and work.settings.processor.vectors == PORTABLE:
             dtype, everything = torch.float32, True  # a 16-bit model's GEMMs are widened, too

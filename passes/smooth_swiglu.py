@@ -8,7 +8,7 @@ so that without rounding nothing changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import input_at, is_backward, is_view_or_cast, tensor_of
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.notice import Notice
-from fxprec.passes.sites import emit
+from fxprec.passes.sites import emit, replace_uses
 
 aten = ops.aten
 SLACK = 2
@@ -97,7 +97,7 @@ class _Pattern:
             users, write = list(gemm.users), _Writer(gemm, gemm.next, aten.mul.Scalar)
             factor = write.power(k, 1, tensor_of(gemm).dtype)
             factor = factor if is_last else write(aten.unsqueeze.default, factor, -1)
-            _replace_input(users, gemm, write(aten.mul.Tensor, gemm, factor))
+            replace_uses(gemm, write(aten.mul.Tensor, gemm, factor), users)
 
     def _scale_product(self, write: _Writer) -> Node:
         """Scale the product; return each channel's k, (channels,) int32: its binades above the median plus `SLACK`."""
@@ -109,7 +109,7 @@ class _Pattern:
         beyond = write(aten.sub.Tensor, binade, write(aten.median.default, binade))
         k = write(aten.clamp_min.default, write(aten.sub.Tensor, beyond, SLACK), 0)
         k = write(aten.clamp_max.default, k, MOST)
-        _replace_input(users, x, write(aten.mul.Tensor, x, write.power(k, -1, val.dtype)))
+        replace_uses(x, write(aten.mul.Tensor, x, write.power(k, -1, val.dtype)), users)
         return k
 
 
@@ -141,12 +141,7 @@ class _Writer:
 
     def converted(self, x: Node, dtype: torch.dtype) -> Node:
         """Return ``x`` in ``dtype``."""
-        return x if tensor_of(x).dtype == dtype else self(torch.ops.prims.convert_element_type.default, x, dtype)
-
-
-def _replace_input(users: Iterable[Node], x: Node, scaled: Node) -> None:
-    for user in users:
-        user.replace_input_with(x, scaled)
+        return x if tensor_of(x).dtype == dtype else self(ops.CONVERT, x, dtype)
 
 
 def _is_silu(node: Node) -> bool:

@@ -17,6 +17,7 @@ from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.passes.analysis import ops, regions
 from fxprec.passes.analysis.joint import is_backward, numel_hint, operator_of, readers, shown, tensor_of, value
 from fxprec.passes.base import Pass, Work
+from fxprec.passes.sites import replace_node
 
 _SUB = torch.ops.aten.sub.Tensor
 # Any two chains of these views from one value to one shape show the same tensor.
@@ -58,8 +59,7 @@ def _move(graph: Graph, q: Node, cast: Quantize) -> bool:
         read_back = graph.create_node("call_function", operator_of(read), replace(call, q=stored).args)
     read_back.meta = {**read.meta, "val": val}
     for _, reader in found:
-        reader.replace_all_uses_with(read_back)
-        graph.erase_node(reader)
+        replace_node(reader, read_back)
     _erase(graph, q)
     return True
 

@@ -27,7 +27,7 @@ class WeighGemms(Pass):
     """False in simulation, which has no codes to multiply: the plan then says that nobody asked."""
 
     def apply(self, work: Work) -> None:
-        gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device)
+        gpu = gemm_costs.gpu_of(work.joint.device)
         given = {} if work.given is None else {g.id: g.pays for g in work.given.gemms}
         if gpu is None or not self.multiplies_codes:
             not_asked = Answer(None, f"not estimated {'on cpu' if gpu is None else 'in simulation'}")
@@ -91,17 +91,12 @@ class Found:
 
 def gemm_nodes(op: Operator) -> list[Node]:
     """Return the matrix products among an operator's nodes, forward and backward."""
-    return [n for n in _nodes(op) if n.target in MATMULS]
-
-
-def _nodes(op: Operator) -> Iterable[Node]:
-    yield from op.nodes
-    yield from op.backward
+    return [node for node in (*op.nodes, *op.backward) if node.target in MATMULS]
 
 
 def over_codes(work: Work) -> set[Node]:
     """Return the matrix products that multiply codes."""
-    gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device)
+    gpu = gemm_costs.gpu_of(work.joint.device)
     if gpu is None:
         return set()
     paying = (op for op, answer in zip(work.grouped.gemms, work.answers, strict=True) if answer.pays)

@@ -18,6 +18,7 @@ from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import factors_of, input_at, item_of, readers, tensor_of, value
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.base import Pass, Work
+from fxprec.passes.sites import replace_node
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,7 @@ class _Call:
             for shown in (result, *_aliases(result)):
                 shown.meta["val"] = self.node.meta["val"][i]
             for user in [user for user in result.users if user.target is CONVERT]:
-                user.replace_all_uses_with(result)
-                graph.erase_node(user)
+                replace_node(user, result)
 
 
 def _aliases(node: Node) -> Iterator[Node]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from fxprec.config.operands import PRODUCTS
 from fxprec.config.recipes import Recipe
 from fxprec.passes.analysis.assignment import Assignment
 from fxprec.passes.analysis.groups import Grouped
@@ -61,7 +60,7 @@ def _gemms(work: Work) -> tuple[Gemm, ...]:
             group_after=after,
             pays=answer.pays,
             why=answer.why,
-            **{product: getattr(formats, product).name for product in PRODUCTS if getattr(formats, product)},
+            **{product: fmt.name for product, fmt in formats.formats.items()},
             operands_why=formats.why,
         )
         for i, (op, (before, after), answer, formats) in enumerate(

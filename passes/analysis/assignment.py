@@ -66,15 +66,15 @@ def assign(
     recipe = settings.recipe
     saved_bytes = saved_bytes or SavedBytes.predict(tensors, recipe)
     pinned, warnings = kept_high(tensors, settings.asked.keep_high, ends)
-    problem = _problem(tensors, settings, pinned, damage or {}, saved_bytes, has_damage=damage is not None)
+    problem = _problem(tensors, settings, pinned, damage, saved_bytes)
     policy = (
         from_function(settings.asked.policy) if callable(settings.asked.policy) else POLICIES[settings.asked.policy]
     )
     choice = policy(problem)
     low = choice.low - pinned if problem.may_demote else frozenset()
     planned = saved_bytes.total(low)
-    if not may_exceed:
-        _hold_to_budget(settings, problem, saved_bytes, planned)
+    if not may_exceed and settings.activation_budget is not None and planned > settings.activation_budget:
+        raise over_budget(settings, min(planned, saved_bytes.total(frozenset())))
     return Assignment(
         low=low,
         low_groups=_low_groups(problem, low),
@@ -101,10 +101,8 @@ def _problem(
     tensors: Sequence[CountedTensor],
     settings: Settings,
     pinned: frozenset[int],
-    damage: Mapping[int, float],
+    damage: Mapping[int, float] | None,
     saved_bytes: SavedBytes,
-    *,
-    has_damage: bool,
 ) -> Problem:
     groups: dict[int, list[CountedTensor]] = {g: [] for g in range(max((t.group for t in tensors), default=-1) + 1)}
     for tensor in tensors:
@@ -116,21 +114,18 @@ def _problem(
     else:
         need = saved_bytes.total(frozenset()) - settings.activation_budget
         gain = {g: sum(saved_bytes.gain(t.id) for t in members) for g, members in groups.items()}
+    damages = None
+    if damage is not None:
+        damages = {g: [damage.get(t.id, 0.0) for t in members] for g, members in groups.items()}
     return Problem(
         tensors=tensors,
         settings=settings,
         groups=groups,
         gain=gain,
         need=need,
-        damage={g: [damage.get(t.id, 0.0) for t in members] for g, members in groups.items()} if has_damage else None,
+        damage=damages,
         may_demote=settings.recipe.has_low and settings.low_ratio != 0,
     )
-
-
-def _hold_to_budget(settings: Settings, problem: Problem, saved_bytes: SavedBytes, planned: int) -> None:
-    budget = settings.activation_budget
-    if budget is not None and planned > budget:
-        raise over_budget(settings, min(planned, saved_bytes.total(frozenset())))
 
 
 def over_budget(settings: Settings, least: int) -> BudgetError:

@@ -31,7 +31,7 @@ class Refusals:
     @cached_property
     def order(self) -> Order:
         """Return the graph's nodes by position, numbered at first use."""
-        return Order.of(self.work.joint.graph, self.work.joint.tangents)
+        return Order.of(self.work.joint)
 
     def of(self, site: Site, q: Node, fmt: BlockFormat) -> str | None:
         """Return why a copy cannot be stored in blocks of ``fmt``, or None if it can.
@@ -48,12 +48,9 @@ class Refusals:
             return f"its shape {shape_text(val)} is dynamic, and blocks are counted when the graph is compiled"
         reads = [x for x, _ in Dequantize.among(q.users)]
         above_0 = {reader for read in reads for _, reader in readers_testing_above_0(read)}
-        size, most = (
-            fmt.num_bytes(val.numel()),
-            val.numel() * (self.work.settings.recipe.hi.bits // 8 if is_exact else 1),
-        )
-        size += SIGNS.num_bytes(val.numel()) if above_0 and not is_exact else 0
-        if size >= most:
+        has_mask = above_0 and not is_exact
+        size = fmt.num_bytes(val.numel()) + (SIGNS.num_bytes(val.numel()) if has_mask else 0)
+        if size >= val.numel() * (self.work.settings.recipe.hi.bits // 8 if is_exact else 1):
             return f"its {val.numel()} elements take {size} bytes in it, which saves nothing"
         if is_exact:
             is_compared = any(is_compared_with_0(read) for read in reads)

@@ -50,10 +50,8 @@ def _tensors(grouped: Grouped) -> Iterator[tuple[Node, CountedTensor]]:
     yield from grouped.values.items()
     walk = GradientWalk(grouped, lambda node, target, users: node)
     walk.run()
-    gradients = grouped.operators.joint.gradients
     for value, tensor in grouped.grads.items():
-        node = gradients[value][1] if value in gradients else walk.sum_of(value)
-        if node is not None:
+        if (node := walk.gradient_of(value)) is not None:
             yield _maker(node), tensor
 
 

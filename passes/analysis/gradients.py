@@ -72,6 +72,10 @@ class GradientWalk:
             self.destinations.follow(node, stands_for)
         self.contributions.setdefault(target, []).append(stands_for)
 
+    def gradient_of(self, value: Node) -> Node | None:
+        """Return the node that computes ``value``'s whole gradient, or None if there is none."""
+        return self.joint.gradients[value][1] if value in self.joint.gradients else self.sum_of(value)
+
     def sum_of(self, value: Node) -> Node | None:
         """Return the node that sums all contributions to ``value``'s gradient, or None if there is none."""
         parts = self.contributions.get(value)

@@ -142,6 +142,11 @@ def numel_expr(val: torch.Tensor) -> sympy.Expr:
     return expr
 
 
+def bytes_of(val: torch.Tensor) -> int:
+    """Return the bytes of a tensor at the traced sizes."""
+    return numel_hint(val) * val.dtype.itemsize
+
+
 def dim_hint(size: int | torch.SymInt) -> int:
     """Return the value that a size had when the graph was traced."""
     if isinstance(size, torch.SymInt):
@@ -236,6 +241,11 @@ class JointGraph:
         found = self._find_table()
         assert found is not None
         return found
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device that the graph runs on."""
+        return tensor_of(self.table).device
 
     def _find_table(self) -> Node | None:
         for node in self.placeholders:

@@ -116,11 +116,7 @@ class _Search:
 
     def _solve(self, cuts: Sequence[_Cut]) -> frozenset[int] | None:
         """Return HiGHS's choice, and raise ``bound`` to the bound that HiGHS proves."""
-        from scipy.optimize import (
-            Bounds,
-            LinearConstraint,
-            milp,
-        )  # imported here: it takes 0.5 s, which a start from the cache saves
+        from scipy.optimize import Bounds, LinearConstraint, milp  # takes 0.5 s, which a start from the cache saves
 
         rows = [[self.weights[i] / self.weight_unit for i in self.items]]
         rows += [[float(i in members) for i in self.items] for members, _ in cuts]

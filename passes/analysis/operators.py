@@ -31,9 +31,7 @@ class Operator:
     source: str
     seq_nr: int | None
     is_gemm: bool
-    outputs: list[Node] = field(
-        default_factory=list
-    )  # floating-point or complex values later operators or the user read
+    outputs: list[Node] = field(default_factory=list)  # floats and complex numbers read by other operators or the user
     inputs: list[Node] = field(default_factory=list)  # values from other operators and from the graph's inputs
     backward: list[Node] = field(default_factory=list)
 
@@ -115,12 +113,7 @@ def _continued_run(found: list[Operator], node: Node) -> Operator | None:
     if not found or _is_whole(found[-1].nodes[0]):
         return None
     last = found[-1]
-    same = (_aten_name(node), node.meta.get("seq_nr"), module_of(node), source_of(node)) == (
-        last.aten,
-        last.seq_nr,
-        last.module,
-        last.source,
-    )
+    same = _origin(node) == (last.aten, last.module, last.source, last.seq_nr)
     continues = not _is_whole(node) or any(arg in last.nodes for arg in node.all_input_nodes)
     return last if same and continues else None
 
@@ -131,19 +124,14 @@ def _is_whole(node: Node) -> bool:
 
 
 def _new_operator(index: int, node: Node) -> Operator:
-    return Operator(
-        id=index,
-        aten=_aten_name(node),
-        nodes=[node],
-        module=module_of(node),
-        source=source_of(node),
-        seq_nr=node.meta.get("seq_nr"),
-        is_gemm=node.target in ops.GEMMS,
-    )
+    aten, module, source, seq_nr = _origin(node)
+    return Operator(index, aten, [node], module, source, seq_nr, is_gemm=node.target in ops.GEMMS)
 
 
-def _aten_name(node: Node) -> str:
-    return str(node.meta.get("original_aten", node.target)).rpartition(".")[0] or str(node.target)
+def _origin(node: Node) -> tuple[str, str, str, int | None]:
+    """Return the operator that a node is part of, its module and source line, and autograd's number."""
+    aten = str(node.meta.get("original_aten", node.target)).rpartition(".")[0] or str(node.target)
+    return aten, module_of(node), source_of(node), node.meta.get("seq_nr")
 
 
 def module_of(node: Node) -> str:

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, QUANTIZE, TRANSPOSED
 from fxprec.passes.analysis.joint import is_backward, is_view, readers
+from fxprec.passes.analysis.ops import CONVERT
 
 POLICY, REGION = "recompute", "ac_graph_id"
 REGION_META = (POLICY, REGION)
 CASTS = frozenset({QUANTIZE, DEQUANTIZE, KEEP_NONFINITE, TRANSPOSED})
-_COPIES = CASTS | {torch.ops.prims.convert_element_type.default}
+_COPIES = CASTS | {CONVERT}
 
 
 def mark(node: Node, policy: CheckpointPolicy) -> None:

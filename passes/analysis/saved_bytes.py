@@ -22,6 +22,7 @@ from fxprec.numerics.formats import NAMED, Format
 from fxprec.passes.analysis.inputs import GraphInput
 from fxprec.passes.analysis.joint import (
     JointGraph,
+    bytes_of,
     input_index,
     is_backward,
     made_by,
@@ -80,17 +81,13 @@ def read_by_backward(joint: JointGraph) -> int:
     read = (x for node in joint.graph.nodes if is_backward(node) for x in node.all_input_nodes if not is_backward(x))
     stored = (x.all_input_nodes[0] if x.target is DEQUANTIZE else x for x in map(_storage, read))
     storages = {x for x in map(_storage, stored) if x.op == "call_function" and value(x) is not None}
-    return sum(_bytes(x) for x in storages)
+    return sum(bytes_of(tensor_of(x)) for x in storages)
 
 
 def largest_saved(forward: Graph, num_outputs: int) -> tuple[Node, int] | None:
     """Return the largest storage that a partitioned forward half saves, with its bytes; None if it saves nothing."""
-    sizes = {node: _bytes(node) for node in _saved_storages(forward, num_outputs)}
+    sizes = {node: bytes_of(tensor_of(node)) for node in _saved_storages(forward, num_outputs)}
     return max(sizes.items(), key=lambda item: item[1]) if sizes else None
-
-
-def _bytes(node: Node) -> int:
-    return numel_hint(tensor_of(node)) * tensor_of(node).dtype.itemsize
 
 
 def bytes_per_element(fmt: Format) -> int:
@@ -102,7 +99,7 @@ def stored_bytes(fmt: AnyFormat | None, val: torch.Tensor) -> int:
     """Return the bytes of a tensor's copy in ``fmt``, scales of blocks included; None: in the tensor's own dtype."""
     if isinstance(fmt, BlockFormat):
         return fmt.num_bytes(numel_hint(val))
-    return numel_hint(val) * (val.dtype.itemsize if fmt is None else bytes_per_element(fmt))
+    return bytes_of(val) if fmt is None else numel_hint(val) * bytes_per_element(fmt)
 
 
 def bytes_in_float32(tensors: Sequence[CountedTensor]) -> int:
@@ -143,7 +140,7 @@ def _on_device(row: SavedTensor) -> int:
 
 def _saved_tensor(node: Node, plan: Plan, joint: JointGraph, in_blocks: set[int]) -> SavedTensor:
     """Return the plan's row of one storage; ``in_blocks`` has the sites whose elements an earlier row has counted."""
-    cast, size = Quantize.match(node), _bytes(node)
+    cast, size = Quantize.match(node), bytes_of(tensor_of(node))
     site = plan.sites[cast.row] if cast is not None and cast.row > AS_STORED else None
     source = _copied(node)
     given = joint.describe(source) if source.op == "placeholder" else None

@@ -15,11 +15,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fxprec.ir.operators import Trait, having
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import is_view, made_by, numel_hint, value
+from fxprec.passes.analysis.joint import JointGraph, is_view, made_by, numel_hint, value
 
 _SUMS = having(Trait.SUMS)
 _HANDS_ON = having(Trait.HANDS_ON_VALUES)
@@ -44,13 +44,9 @@ class Order:
     """The tangents and the nodes that depend on one."""
 
     @classmethod
-    def of(cls, graph: Graph, tangents: Collection[Node]) -> Order:
+    def of(cls, joint: JointGraph) -> Order:
         """Number the nodes, and collect those that depend on a tangent."""
-        of_tangents = set(tangents)
-        for node in graph.nodes:
-            if any(n in of_tangents for n in node.all_input_nodes):
-                of_tangents.add(node)
-        return cls({node: i for i, node in enumerate(graph.nodes)}, of_tangents)
+        return cls({node: i for i, node in enumerate(joint.graph.nodes)}, joint.made_of_tangents())
 
     def biased_by(self, copies: Collection[Node], bits: int, exempt: Collection[Node] = ()) -> Node | None:
         """Return the first reader in which errors of a copy, or of values computed from it, do not average out.

@@ -19,12 +19,10 @@ aten = torch.ops.aten
 
 def draw_seed(graph: Graph, before: Node) -> Node:
     """Draw the step's seed from torch's generator; all casts share it."""
+    drawn = tensor_of(before).new_empty(1, dtype=torch.int32)
+    options = {"dtype": torch.int32, "device": drawn.device}
     with graph.inserting_before(before):
-        device = tensor_of(before).device
-        drawn = tensor_of(before).new_empty(1, dtype=torch.int32)
-        seed = emit(graph, aten.randint.low, (-(1 << 31), 1 << 31, [1]), before, val=drawn)
-        seed.kwargs = {"dtype": torch.int32, "device": device}
-    return seed
+        return emit(graph, aten.randint.low, (-(1 << 31), 1 << 31, [1]), before, kwargs=options, val=drawn)
 
 
 def store_in_blocks(graph: Graph, q: Node, fmt: BlockFormat, seed: Node | None) -> bool:

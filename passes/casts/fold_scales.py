@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from fxprec.ir.symbolic import Dequantize, Rescale
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import argument, input_at, is_backward, item_of, numel_hint, readers, tensor_of
-from fxprec.passes.sites import emit_call, emit_on
+from fxprec.passes.sites import emit_call, emit_on, replace_node
 
 _MATMULS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default})
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
@@ -43,8 +43,7 @@ def fold_into_decodes(
         with graph.inserting_before(gemm):
             new = _decoded_with(graph, operand, row_of_inverse(node), rescale.table)
         gemm.update_arg(position, new)
-        node.replace_all_uses_with(x)
-        graph.erase_node(node)
+        replace_node(node, x)
 
 
 def _operand(x: Node) -> tuple[Node, int] | None:

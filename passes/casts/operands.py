@@ -152,8 +152,8 @@ class _Cast:
     def _view(self, x: Node, shape: Sequence[int]) -> Node:
         val = tensor_of(x)
         if not val.is_contiguous():
-            x = emit(self.casts.graph, aten.clone.default, (x,), self.gemm, val=val.contiguous())
-            x.kwargs = {"memory_format": torch.contiguous_format}
+            options = {"memory_format": torch.contiguous_format}
+            x = emit(self.casts.graph, aten.clone.default, (x,), self.gemm, kwargs=options, val=val.contiguous())
         return emit(self.casts.graph, aten.view.default, (x, list(shape)), self.gemm)
 
 

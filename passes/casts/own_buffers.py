@@ -20,7 +20,7 @@ from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.replay.kernels import Kind, kind_of
 from fxprec.passes.analysis.replay.step import Step
 from fxprec.passes.base import Work
-from fxprec.passes.sites import emit, emit_call, emit_on, insertion_point_after
+from fxprec.passes.sites import emit, emit_call, emit_on, insertion_point_after, replace_node
 
 _CAT, _SLICE = torch.ops.aten.cat.default, torch.ops.aten.slice.Tensor
 
@@ -78,10 +78,8 @@ class Concatenations:
             new = emit(graph, _CAT, args, cat, val=tensor_of(cat).to(dtype))
         for user in list(cat.users):
             if user.target is CONVERT and tensor_of(user).dtype == dtype:
-                user.replace_all_uses_with(new)
-                graph.erase_node(user)
-        cat.replace_all_uses_with(new)
-        graph.erase_node(cat)
+                replace_node(user, new)
+        replace_node(cat, new)
         self.kernels.at[new] = self.kernels.at[cat]  # another concatenation may read ``new``
         values = self.work.book.values
         values.update({site: new for site, node in values.items() if node is cat})
@@ -155,5 +153,4 @@ def _copy_out(part: Node) -> None:
         buffer = emit_call(graph, InMemory(shown), part, val=torch.empty_like(tensor_of(shown)))
         if source is not whole:
             buffer = emit(graph, CONVERT, (buffer, tensor_of(part).dtype), part, val=torch.empty_like(tensor_of(part)))
-    part.replace_all_uses_with(buffer)
-    graph.erase_node(part)
+    replace_node(part, buffer)

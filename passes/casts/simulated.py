@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.gradients import GradientWalk
 from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.joint import set_results
@@ -33,11 +32,7 @@ def insert_simulated_casts(grouped: Grouped, book: SiteBook) -> None:
 def _round_values(grouped: Grouped, book: SiteBook) -> None:
     made_by = grouped.operators.of_node
     for node, tensor in grouped.values.items():
-        inside = set(made_by[node].nodes) if node in made_by else set()
-        users = [u for u in node.users if u not in inside and u.target not in ops.MUTATIONS]
-        with book.graph.inserting_before(insertion_point_after(node).next):
-            q, x = book.store(node, tensor)
-        replace_uses(node, x, [u for u in users if u is not q])
+        book.store_result(node, tensor, inside=made_by[node].nodes if node in made_by else ())
 
 
 def _round_parameter_gradients(grouped: Grouped, book: SiteBook) -> None:

@@ -20,7 +20,7 @@ from fxprec.passes.analysis.joint import factors_of, input_at, is_backward, tens
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.passes.analysis.values import is_plain_float
-from fxprec.passes.sites import SiteBook, insertion_point_after, replace_uses
+from fxprec.passes.sites import SiteBook, replace_uses
 
 # A tensor that only backward reads, and that is this much smaller than its group's largest, is a statistic (a norm's
 # mean, a softmax's maximum). Rounding it saves nothing, and its error reaches every element of the large tensor.
@@ -39,13 +39,8 @@ def _cast_forward(grouped: Grouped, book: SiteBook) -> None:
     largest = _largest_by_group(grouped)
     made_by = grouped.operators.of_node
     for node, tensor in grouped.values.items():
-        if not _is_written(tensor, largest) or book.is_identity(tensor, tensor_of(node).dtype):
-            continue
-        inside = set(made_by[node].nodes) if node in made_by else set()
-        users = [u for u in node.users if u not in inside and u.target not in ops.MUTATIONS]
-        with book.graph.inserting_before(insertion_point_after(node).next):
-            q, x = book.store(node, tensor)
-        replace_uses(node, x, [u for u in users if u is not q])
+        if _is_written(tensor, largest) and not book.is_identity(tensor, tensor_of(node).dtype):
+            book.store_result(node, tensor, inside=made_by[node].nodes if node in made_by else ())
 
 
 def _largest_by_group(grouped: Grouped) -> dict[int, int]:

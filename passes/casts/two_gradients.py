@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from fxprec import compat
 from fxprec.passes.analysis.joint import item_of, tensor_of, unconverted, value
-from fxprec.passes.sites import emit
+from fxprec.passes.sites import emit, replace_node
 
 _BACKWARD, _CONVOLUTION = torch.ops.aten.convolution_backward.default, torch.ops.aten.convolution.default
 
@@ -37,8 +37,7 @@ def split_gradients(graph: Graph) -> None:
         with graph.inserting_before(items[0]):
             transposed = (gradient, weight, None, stride, padding, dilation, True, beyond, groups)
             new = emit(graph, _CONVOLUTION, transposed, items[0], val=tensor_of(items[0]))
-        items[0].replace_all_uses_with(new)
-        graph.erase_node(items[0])
+        replace_node(items[0], new)
 
 
 def _shape_of(weight: Node, gradient: Node) -> Node:

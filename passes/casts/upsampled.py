@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from fxprec import compat
 from fxprec.ir.symbolic import InMemory
 from fxprec.passes.analysis.joint import has_tag, tensor_of
-from fxprec.passes.sites import emit, emit_call
+from fxprec.passes.sites import emit, emit_call, replace_node
 
 _aten = torch.ops.aten
 _PUTS = (_aten.index_put.default, _aten._unsafe_index_put.default)
@@ -75,19 +75,14 @@ def _constant(node: Node) -> torch.Tensor | None:
         missing = [n for n in made.all_input_nodes if n not in values]
         target: object = made.target
         is_random = has_tag(made, torch.Tag.nondeterministic_seeded)
-        if is_random or not isinstance(target, torch._ops.OpOverload) or _is_symbolic(target):
-            return None
+        if is_random or not isinstance(target, torch._ops.OpOverload) or target.namespace == InMemory.target.namespace:
+            return None  # lowering replaces fxprec's own operators: no kernel computes their values
         if missing:
             stack += missing
             continue
         args, kwargs = torch.fx.map_arg((made.args, dict(made.kwargs)), values.__getitem__)
         values[stack.pop()] = target(*args, **kwargs)
     return values[node]
-
-
-def _is_symbolic(target: torch._ops.OpOverload) -> bool:
-    """Return whether an operator is one of fxprec's, which lowering replaces: no kernel computes its value."""
-    return target.namespace == InMemory.target.namespace
 
 
 def _sum(graph: Graph, node: Node, factors: Sequence[int]) -> None:
@@ -102,5 +97,4 @@ def _sum(graph: Graph, node: Node, factors: Sequence[int]) -> None:
             total = part if total is None else emit(graph, _ADD, (total, part), node)
         assert total is not None, "there is a slice"
         buffer = emit_call(graph, InMemory(total), node, val=torch.empty_like(tensor_of(node)))
-    node.replace_all_uses_with(buffer)
-    graph.erase_node(node)
+    replace_node(node, buffer)

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from torch.fx import Node
 
-from fxprec.passes.analysis.replay.kernels import Kind, bytes_of, kind_of
+from fxprec.passes.analysis.replay.kernels import Kind, kind_of, result_bytes
 from fxprec.passes.analysis.replay.step import Replay
 from fxprec.passes.analysis.ways import Form, Way
 from fxprec.passes.budget_part import Bound
@@ -280,7 +280,7 @@ class Chooser:
             else:
                 lives = self._would_live(node, anchor, way)
             if lives:
-                yield column, float(self.problem.size(node, way) if isinstance(way, Form) else bytes_of(node))
+                yield column, float(self.problem.size(node, way) if isinstance(way, Form) else result_bytes(node))
 
     def _would_live(self, node: Node, anchor: Node, way: Way) -> bool:
         """Estimate whether a value would be live while ``anchor`` runs, if backward got it in this way."""

@@ -11,7 +11,7 @@ from fxprec.numerics.blocks import WHOLE_BITS, AnyFormat, BlockFormat, Integer
 from fxprec.numerics.formats import E4M3FN, Format
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.joint import numel_hint, tensor_of, value
-from fxprec.passes.analysis.replay.kernels import Kind, bytes_of, flops_of, kind_of
+from fxprec.passes.analysis.replay.kernels import Kind, flops_of, kind_of, result_bytes
 from fxprec.passes.analysis.replay.step import Step
 from fxprec.passes.analysis.ways import Form
 
@@ -41,7 +41,7 @@ class Rates:
         kind = kind_of(node)
         if kind in (Kind.FREE, Kind.VIEW, Kind.PIECE):
             return 0.0
-        moved = bytes_of(node) + (0 if kind is Kind.FUSED else sum(map(bytes_of, node.all_input_nodes)))
+        moved = result_bytes(node) + (0 if kind is Kind.FUSED else sum(map(result_bytes, node.all_input_nodes)))
         return max(moved / self.bytes_per_s, flops_of(node) / self.flop_per_s)
 
     def step(self, step: Step) -> float:

@@ -42,7 +42,7 @@ def as_given(work: Work, needs: Needs, given: GivenPeak) -> tuple[Fit, PeakBytes
                 "its site the way 'keep', or plan again"
             )
         _refuse_sources(needs, node, kept)
-    overlap(replay, Rates.of(work.joint.table.meta["val"].device), work.peak_part.bound(given.peak.budget).peak)
+    overlap(replay, Rates.of(work.joint.device), work.peak_part.bound(given.peak.budget).peak)
     return Fit(replay, kept, 0.0), replace(given.peak, planned=replay.peak, live=replay.live_by_kind())
 
 

@@ -25,7 +25,7 @@ _MOMENTS = 40  # moments in the plan for each point of the curve
 
 def within_budget(work: Work, needs: Needs, goal: PeakBudget, progress: Progress) -> tuple[Fit, PeakBytes]:
     """Return the choice for the budget, and its bytes. Raises `BudgetError` if no choice is found."""
-    device = work.joint.table.meta["val"].device
+    device = work.joint.device
     part, rates = work.peak_part, Rates.of(device)
     high = Chooser(Problem(needs, rates, ())).unlimited
     chooser = BestOf.of(needs, rates, work.settings.ways, progress)

@@ -96,10 +96,10 @@ class Rewrite:
         if is_repeated(node, self.work.joint) and all(new is n for n, new in sources.items()):
             self.repeated_by_partition.add(node)
             return
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), sources.__getitem__)
+        target, val = operator_of(node), node.meta["val"]
         with self.graph.inserting_before(reader):
-            repeat = emit(self.graph, operator_of(node), (), node, backward=True, val=node.meta.get("val"))
-        repeat.args, repeat.kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: sources[n])
-        self.replacements[node] = repeat
+            self.replacements[node] = emit(self.graph, target, args, node, kwargs=kwargs, backward=True, val=val)
 
     def _changed(self, node: Node) -> bool:
         value = self.needs.step.casts.get(node)

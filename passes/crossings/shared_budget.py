@@ -24,13 +24,9 @@ class SharedBudget:
     calls: Sequence[Sequence[int]]
     gradients: Mapping[int, int]
 
-    def within(self, budget: float) -> Mapping[int, PeakPoint] | None:
-        """Return the points of least total time within a budget, or None."""
-        return self._solved(budget)
-
     def least(self) -> int:
         """Return the least peak of all graphs together."""
-        found = self._solved(None)
+        found = self.within(None)
         assert found is not None, "every graph has a point"
         return self.peak(found)
 
@@ -55,8 +51,8 @@ class SharedBudget:
         later = {*calls[at + 1 :]}
         return sum(chosen[g].waiting for g in calls[:at]) + sum(self.gradients[g] for g in later)
 
-    def _solved(self, budget: float | None) -> Mapping[int, PeakPoint] | None:
-        """Minimise the seconds within a budget; without a budget, minimise the peak."""
+    def within(self, budget: float | None) -> Mapping[int, PeakPoint] | None:
+        """Return the points of least total time within a budget, or None; without a budget, those of the least peak."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         columns = [(g, point) for g, points in self.points.items() for point in points]

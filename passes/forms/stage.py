@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.ir.symbolic import AS_STORED, Dequantize, Quantize, stored_dtype
 from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.joint import tensor_of
+from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.ways import Form
 from fxprec.passes.base import Work
 from fxprec.passes.casts.blocks import draw_seed
-from fxprec.passes.sites import emit, emit_call, insertion_point_after, set_format
+from fxprec.passes.sites import emit, insertion_point_after, set_format
 
 if TYPE_CHECKING:
     from fxprec.passes.crossings.needs import Needs
-
-_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 @dataclass
@@ -52,16 +50,8 @@ class Stage:
             set_format(fmt, q)
             self.decoded[value] = next(iter(q.users))
         if value not in self.casts:
-            self.decoded[value] = self._new_copy(value, fmt)
-
-    def _new_copy(self, value: Node, fmt: Format) -> Node:
-        book, val = self.work.book, tensor_of(value)
-        row = self.needs.rows[value]
-        with self.graph.inserting_before(insertion_point_after(value).next):
-            narrow = torch.empty_like(val, dtype=stored_dtype(fmt, book.storage))
-            q = emit_call(self.graph, Quantize(value, book.table, row, fmt.name, book.storage), value, val=narrow)
-            read = Dequantize(q, book.table, AS_STORED, fmt.name, book.storage, val.dtype)
-            return emit_call(self.graph, read, value, val=val)
+            with self.graph.inserting_before(insertion_point_after(value).next):
+                _, self.decoded[value] = self.work.book.cast(value, self.needs.rows[value], fmt)
 
     def as_dtype(self, value: Node, dtype: torch.dtype, before: Node) -> Node:
         """Return ``value`` in ``dtype``: the value itself, or a conversion inserted before a node of backward."""
@@ -69,4 +59,4 @@ class Stage:
             return value
         with self.graph.inserting_before(before):
             wide = tensor_of(value).to(dtype)
-            return emit(self.graph, _CONVERT, (value, dtype), value, backward=True, val=wide)
+            return emit(self.graph, CONVERT, (value, dtype), value, backward=True, val=wide)

@@ -100,7 +100,7 @@ def test_a_plan_edited_by_hand_is_followed(tmp_path: Any) -> None:
     assert Plan.load(tmp_path / "plan.json") == edited
     with recorded_works() as works:
         trained(eager_backend(asked, plan=tmp_path / "plan.json"), model, x)
-    assert [found.forward is None for found in works[0].operand_formats] == [True, False]
+    assert ["forward" in found.formats for found in works[0].operand_formats] == [False, True]
 
 
 def test_a_plan_without_operands_leaves_them_to_the_recipe(tmp_path: Any) -> None:
@@ -180,7 +180,7 @@ def test_sizes_that_no_block_fits_are_left_and_the_user_is_told() -> None:
     model = nn.Sequential(nn.Linear(64, 40), nn.Linear(40, 8))
     found = ran(model, recipe="mxfp8")
     first, last = found.work.operand_formats
-    assert (first.formats, first.why) == ((first.forward, first.weight_grad), "")
+    assert (set(first.formats), first.why) == ({"forward", "weight_grad"}, "")
     assert last.forward is None
     assert last.weight_grad is not None
     assert last.why == f"forward: 40 is not a multiple of 32, which blocks of {MXFP8} need"

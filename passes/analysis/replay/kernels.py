@@ -18,6 +18,7 @@ from fxprec.kernels.wide_gemms import WIDE
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import (
     argument,
+    bytes_of,
     dim_hint,
     factors_of,
     has_tag,
@@ -79,10 +80,10 @@ def _writes_on_constant(node: Node) -> bool:
     return isinstance(written, Node) and written.target is aten.full.default
 
 
-def bytes_of(node: Node) -> int:
+def result_bytes(node: Node) -> int:
     """Return the bytes of a node's result at the traced sizes; 0 if the result is not a tensor."""
     val = value(node)
-    return 0 if val is None else numel_hint(val) * val.dtype.itemsize
+    return 0 if val is None else bytes_of(val)
 
 
 def workspace_of(node: Node, processor: Processor) -> int:

@@ -19,9 +19,17 @@ from fxprec.ir.symbolic import QUANTIZE, Dequantize, Quantize, is_in_blocks
 from fxprec.numerics.blocks import WHOLE_BITS, AnyFormat, BlockFormat
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
-from fxprec.passes.analysis.joint import JointGraph, input_index, is_view_or_cast, numel_expr, numel_hint, tensor_of, value
+from fxprec.passes.analysis.joint import (
+    JointGraph,
+    input_index,
+    is_view_or_cast,
+    numel_expr,
+    numel_hint,
+    tensor_of,
+    value,
+)
 from fxprec.passes.analysis.ops import CASTS
-from fxprec.passes.analysis.replay.kernels import HEAVY, Kind, bytes_of, kind_of, workspace_of
+from fxprec.passes.analysis.replay.kernels import HEAVY, Kind, kind_of, result_bytes, workspace_of
 from fxprec.passes.analysis.replay.loops import Item
 from fxprec.passes.analysis.replay.timeline import Timeline
 from fxprec.passes.analysis.saved_bytes import bytes_per_element, stored_bytes
@@ -130,7 +138,7 @@ class Step:
         """Return a node's kind, bytes, whether it is too expensive to repeat, and workspace; replays share them."""
         if node not in self._traits:
             kind = Kind.PIECE if self.joint.is_tangent(node) else kind_of(node)
-            self._traits[node] = (kind, bytes_of(node), node.target in HEAVY, workspace_of(node, self.processor))
+            self._traits[node] = (kind, result_bytes(node), node.target in HEAVY, workspace_of(node, self.processor))
         return self._traits[node]
 
     def undecoded(self, node: Node) -> Node:
@@ -306,13 +314,13 @@ class Replay:
     def _supply(self, node: Node, reader: Node) -> int:
         source = self.step.undecoded(node)
         if source is not node and source in self.step.copied:
-            return self._append(Item(Kind.FUSED, bytes_of(node), [self.copies[source]]), reader, node)
+            return self._append(Item(Kind.FUSED, result_bytes(node), [self.copies[source]]), reader, node)
         if source is not node and not self._has_copy(source):
             is_same = tensor_of(node).dtype == tensor_of(source).dtype
             return (
                 self.read_from[source]
                 if is_same
-                else self._append(Item(Kind.FUSED, bytes_of(node), [self.read_from[source]]), reader, node)
+                else self._append(Item(Kind.FUSED, result_bytes(node), [self.read_from[source]]), reader, node)
             )
         if self.step.needs_no_saving(source):
             return self.at[source]
@@ -321,7 +329,7 @@ class Replay:
             copy = self._reload(source, reader) if form.is_on_host else self.copies.get(source, self.at[source])
             if form.format is None:
                 return copy
-            return self._append(Item(form.kernel, bytes_of(node), [copy]), reader, node)
+            return self._append(Item(form.kernel, result_bytes(node), [copy]), reader, node)
         self.repeated.append((node, reader))
         return self._add(node, [self.read_from[n] for n in node.all_input_nodes], reader, is_repeat=True)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.wide_gemms import BLOCK, ELEMENTS, NAMESPACE
-from fxprec.passes.analysis.joint import dim_hint, numel_hint
+from fxprec.passes.analysis.joint import bytes_of, dim_hint, numel_hint
 
 _GEMMS = ("mm", "addmm", "bmm", "baddbmm")
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
@@ -36,7 +36,7 @@ def workspace(name: str, operands: Sequence[Tensor], threads: int) -> int:
 
 def _of_aten(name: str, operands: Sequence[Tensor], threads: int) -> int:
     if name == "convolution":
-        return _bytes(operands[1]) + _CONVOLUTION  # the weight, reordered
+        return bytes_of(operands[1]) + _CONVOLUTION  # the weight, reordered
     if name == "convolution_backward":
         return _convolution_backward(*operands[:3], threads=threads)
     if name in (_FORWARD, _BACKWARD):
@@ -59,7 +59,7 @@ def _gemm(a: Tensor, b: Tensor, *, threads: int) -> int:
         panels = result + 672_896
     else:
         panels = 256 * rows + 128 * min(k, 512) + 1_024 + (65_536 if k >= 2_048 else 0)
-    copies = sum(_bytes(x) for x in (a, b) if x.dim() == 3 and not _has_no_gaps(x))
+    copies = sum(bytes_of(x) for x in (a, b) if x.dim() == 3 and not _has_no_gaps(x))
     return threads * panels + copies
 
 
@@ -81,7 +81,7 @@ def _widened(name: str, operands: Sequence[Tensor], threads: int) -> int:
         is_backward = name == "convolution_backward"
         source, weight = wide[1:3] if is_backward else wide[:2]
         pieces = _piece(source) + (_piece(wide[0]) + _piece(source) if is_backward else ELEMENTS)
-        return 4 * pieces + _bytes(weight) * (2 if is_backward else 1) + _of_aten(name, wide, threads)
+        return 4 * pieces + bytes_of(weight) * (2 if is_backward else 1) + _of_aten(name, wide, threads)
     if name in (_FORWARD, _BACKWARD):
         return 4 * _heads(operands[1]) * (4 if name == _FORWARD else 8) + _of_aten(name, wide, threads)
     return 0
@@ -113,8 +113,8 @@ def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, *, thread
     if gradient.dtype.itemsize != 2:
         return own + _CONVOLUTION_BACKWARD
     channels = max(dim_hint(gradient.shape[1]), 1)
-    padded = _bytes(gradient) * (-(-channels // _CHANNELS) * _CHANNELS) // channels
-    images = (padded + _bytes(x)) // max(dim_hint(x.shape[0]), 1)
+    padded = bytes_of(gradient) * (-(-channels // _CHANNELS) * _CHANNELS) // channels
+    images = (padded + bytes_of(x)) // max(dim_hint(x.shape[0]), 1)
     return threads * (own + images + _CONVOLUTION_BACKWARD)
 
 
@@ -131,9 +131,5 @@ def _attention(query: Tensor, key: Tensor, threads: int, *, is_backward: bool) -
         return threads * (scores + rows * (4 * width + 8))
     is_packed = query.dtype.itemsize == 2  # for GEMMs of 16 bits
     a_thread = 2 * scores + 4 * rows + (4 * (rows + columns) * (min(width, 64) + 24) if is_packed else 0)
-    copied = 0 if query.transpose(1, 2).is_contiguous() else _bytes(query)
+    copied = 0 if query.transpose(1, 2).is_contiguous() else bytes_of(query)
     return copied + threads * a_thread
-
-
-def _bytes(x: Tensor) -> int:
-    return numel_hint(x) * x.dtype.itemsize
