@@ -27,7 +27,8 @@ def casts_in_loops(graph: Graph, casts: Collection[Node], scaled: Collection[int
     """
     lower_casts()
     scales = ScalesBeside(graph)
-    calls = {node: Quantize.match(node) or Dequantize.of(node) for node in casts}
+    ordered = [node for node in graph.nodes if node in casts]  # a set's order would name equal graphs differently
+    calls = {node: Quantize.match(node) or Dequantize.of(node) for node in ordered}
     short = {node: cast for node, cast in calls.items() if parse(cast.format).bits <= 8}
     return frozenset(scales.scale(node) if cast.row in scaled else node for node, cast in short.items())
 

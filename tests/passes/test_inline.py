@@ -15,7 +15,9 @@ from op_by_op import run_op_by_op
 
 import fxprec
 import fxprec.driver.compilation
+from fxprec.ir.symbolic import TABLE_COLUMNS, Quantize
 from fxprec.kernels import casts
+from fxprec.passes.lowering.in_loops import casts_in_loops
 
 KERNELS = (casts.STORE, casts.STORE_, casts.ROUND, casts.ROUND_, casts.LOAD)
 
@@ -76,3 +78,23 @@ def test_overflow_counted_from_codes_promotes(monkeypatch):
     assert {event.kind for event in step.backend.events} >= {"promotion", "relowering"}
     formats = {site.tensor: site.format for site in step.backend.plans[0].sites if site.kind == "output"}
     assert all(formats[name] == "bf16" for name in over)
+
+
+def test_equal_graphs_are_lowered_to_equal_text_whatever_the_order_of_the_casts() -> None:
+    """Inductor's code cache goes by the text, names included, and a set of nodes has another order in each process."""
+
+    def lowered(step: int) -> str:
+        graph = torch.fx.Graph()
+        table = graph.placeholder("table")
+        table.meta["val"] = torch.zeros(4, TABLE_COLUMNS, dtype=torch.int32)
+        found = []
+        for row in range(4):
+            x = graph.placeholder(f"x{row}")
+            x.meta["val"] = torch.ones(8, 4)
+            found.append(Quantize(x, table, row, "e4m3fn", "native").insert(graph))
+            found[-1].meta["val"] = torch.empty(8, 4, dtype=torch.float8_e4m3fn)
+        graph.output(tuple(found))
+        casts_in_loops(graph, found[::step], scaled=range(4))
+        return str(graph)
+
+    assert lowered(1) == lowered(-1)
