@@ -34,11 +34,16 @@ class CompareInForward(Pass):
         joint = work.joint
         found = {node: pair for node in joint.backward_nodes() if (pair := _compared(joint, node)) is not None}
         ordered = {frozenset(pair) for node, pair in found.items() if node.target in _ORDERS}
+        last = {node.meta["seq_nr"]: node for node in joint.forward_nodes() if "seq_nr" in node.meta}
         made: dict[tuple[object, Node, Node], Node] = {}
         for node, pair in found.items():
             if frozenset(pair) in ordered:
                 key = (node.target, *pair)
-                made[key] = made.get(key) or _moved(joint, node, pair)
+                if key not in made:
+                    like = last.get(node.meta.get("seq_nr"), max(pair))
+                    moved = made[key] = _moved(node, pair, like)
+                    if "seq_nr" in moved.meta:
+                        last[moved.meta["seq_nr"]] = max(moved, last.get(moved.meta["seq_nr"], moved))
                 replace_node(node, made[key])
 
 
@@ -51,13 +56,11 @@ def _compared(joint: JointGraph, node: Node) -> tuple[Node, Node] | None:
     return (one, other) if both_forward else None  # type: ignore[return-value]
 
 
-def _moved(joint: JointGraph, node: Node, pair: tuple[Node, Node]) -> Node:
-    """Insert a comparison into forward, behind its operands, as part of the operator that it is the backward of."""
-    places = {n: i for i, n in enumerate(joint.graph.nodes)}
-    own = [n for n in joint.forward_nodes() if "seq_nr" in n.meta and n.meta["seq_nr"] == node.meta.get("seq_nr")]
-    like = own[-1] if own else max(pair, key=places.__getitem__)
-    with joint.graph.inserting_after(max((*pair, like), key=places.__getitem__)):
-        moved = emit(joint.graph, operator_of(node), pair, like, backward=False, val=node.meta["val"])
+def _moved(node: Node, pair: tuple[Node, Node], like: Node) -> Node:
+    """Insert a comparison into forward, behind its operands, as part of the operator that ``like`` is part of."""
+    graph = node.graph
+    with graph.inserting_after(max(*pair, like)):
+        moved = emit(graph, operator_of(node), pair, like, backward=False, val=node.meta["val"])
     if "original_aten" in like.meta:
         moved.meta["original_aten"] = like.meta["original_aten"]
     return moved

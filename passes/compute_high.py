@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize
 from fxprec.numerics.formats import Format, parse
@@ -49,15 +49,10 @@ class ComputeHigh(Pass):
         _Readers(work).settle()
 
 
-@dataclass
 class _Readers:
-    work: Work
-    multiplying: set[Node] = field(default_factory=set)  # GEMMs that multiply codes
-
-    def __post_init__(self) -> None:
-        self.graph: Graph = self.work.joint.graph
-        self.hi: Format = self.work.settings.recipe.hi
-        self.multiplying = over_codes(self.work)
+    def __init__(self, work: Work) -> None:
+        self.work, self.graph, self.hi = work, work.joint.graph, work.settings.recipe.hi
+        self.multiplying = over_codes(work)
 
     def settle(self) -> None:
         stored = defaultdict[int, list[Node]](list)  # site -> casts; a gradient has one for each dtype that GEMMs read

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from fxprec.config.recipes import Recipe
@@ -76,13 +76,10 @@ def _gemms(work: Work) -> tuple[Gemm, ...]:
 
 
 def _groups(grouped: Grouped, assignment: Assignment, recipe: Recipe) -> tuple[Group, ...]:
-    counts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    counts, saved = defaultdict[int, Counter[str]](Counter), defaultdict[int, list[CountedTensor]](list)
     for tensor in grouped.tensors:
         counts[tensor.group][tensor.kind] += tensor.elements
-    saved: dict[int, list[CountedTensor]] = defaultdict(list)
-    for tensor in grouped.tensors:
-        if tensor.saved:
-            saved[tensor.group].append(tensor)
+        saved[tensor.group] += [tensor] if tensor.saved else []
     bytes_of = SavedBytes.predict(grouped.tensors, recipe)
     names: dict[int, list[str]] = defaultdict(list)
     for op, group in grouped.group_of.items():

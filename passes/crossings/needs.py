@@ -135,7 +135,8 @@ def _comes_from_copies(needs: Needs, node: Node) -> bool:
 
 def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
     """List the forms of each value, those first that serve the most recomputations."""
-    blocks, movable = _in_blocks(needs, copies, work), _movable(needs, copies)
+    blocks = _in_blocks(needs, copies, work)
+    movable = _movable(needs, copies) if work.fits_peak else set[Node]()
     if not work.fits_peak:  # the recipe's or plan's block format is used whatever it costs
         needs.forced.update({node: form for node, forms in blocks.items() for form in forms})
     for node, own in copies.own.items():
