@@ -123,7 +123,7 @@ def _record_copies(work: Work, needs: Needs, fit: Fit) -> None:
     for node, row in needs.rows.items():
         form = fit.replay.kept.get(node)
         if isinstance(form, Low) and sites[row].is_unread:
-            sites[row] = replace(sites[row], format=form.copy.name, reads="backward", why="", unread=False)
+            sites[row] = replace(sites[row], format=form.format.name, reads="backward", why="", unread=False)
         elif isinstance(form, Own) and parse(sites[row].format).bits < hi.bits:
             work.book.leave_high(row, WHY_KEPT)
         elif form is None and node in repeated:
@@ -179,7 +179,7 @@ def _remark_shared(work: Work) -> None:
 
 def _notice_unused(work: Work, needs: Needs) -> None:
     """Add a notice for each block format of ``ways`` that no value may be kept in."""
-    borne = {form.copy for forms in needs.forms.values() for form in forms if isinstance(form, Blocks)}
+    borne = {form.format for forms in needs.forms.values() for form in forms if isinstance(form, Blocks)}
     for fmt in find_formats(work) if work.given is None and set(work.settings.ways) & set(BLOCK_WAYS) else ():
         if fmt not in borne:
             why = next(iter(filter(None, needs.refused.values())), "backward reads no 8-bit copy")

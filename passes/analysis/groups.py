@@ -113,14 +113,14 @@ class _Walk:
 
     def run(self) -> Grouped:
         for node in self.joint.used_inputs:
-            self._count_value(node, self.grouping.of_input.get(node, 0), module="", source="", of_gemm=False)
+            self._count_value(node, self.grouping.of_input.get(node, 0), None)
         for op in self.operators.all:
             if op.is_view:
                 continue
             self._count_params(op)
             self._refuse_mixed(op)
             for node in op.outputs:
-                self._count_value(node, self.grouping.of_operator[op], op.module, op.source, op.is_gemm)
+                self._count_value(node, self.grouping.of_operator[op], op)
         return Grouped(self.operators, self.grouping, self.tensors, self.values, self.grads)
 
     def _count_params(self, op: Operator) -> None:
@@ -131,9 +131,9 @@ class _Walk:
                 continue
             self._refuse_float64(node, op.module, op.source)
             if is_plain_float(node):
-                self._count(node, "param", group, op.module, op.source, op.is_gemm)
+                self._count(node, "param", group, op)
                 if node in self.joint.gradients and is_plain_float(self.joint.gradients[node][1]):
-                    self._count(node, "grad_param", group, op.module, op.source, op.is_gemm)
+                    self._count(node, "grad_param", group, op)
 
     def _group_of_first_input(self, op: Operator, bases: Sequence[Node]) -> int:
         """Return the group of an operator's parameters: the group of its first input that is no parameter."""
@@ -144,26 +144,25 @@ class _Walk:
                 return self.grouping.of_operator[producer]
         return self.grouping.of_operator[op]
 
-    def _count_value(self, node: Node, group: int, module: str, source: str, of_gemm: bool) -> None:
+    def _count_value(self, node: Node, group: int, op: Operator | None) -> None:
         if is_plain_float(node):
-            self._count(node, "output", group, module, source, of_gemm)
+            self._count(node, "output", group, op)
         if node in self.differentiable and is_float_tensor(node):  # a mask's gradient has ordinary numbers
-            self._count(node, "grad_output", group, module, source, of_gemm)
+            self._count(node, "grad_output", group, op)
 
-    def _count(self, node: Node, kind: Kind, group: int, module: str, source: str, of_gemm: bool) -> None:
-        val = tensor_of(node)
-        is_grad = kind.startswith("grad")
-        feeds = node in self.gemm_operands
-        name = self._name(node)
+    def _count(self, node: Node, kind: Kind, group: int, op: Operator | None) -> None:
+        """Count a tensor of the operator ``op`` that computes it, or that is a parameter's first reader."""
+        val, is_grad = tensor_of(node), kind.startswith("grad")
+        feeds, of_gemm = node in self.gemm_operands, op is not None and op.is_gemm
         tensor = CountedTensor(
             id=len(self.tensors),
-            name=name,
+            name=self._name(node),
             kind=kind,
             group=group,
             elements=numel_hint(val),
             size=numel_expr(val),
-            module=module,
-            source=source,
+            module="" if op is None else op.module,
+            source="" if op is None else op.source,
             feeds_gemm=of_gemm if kind == "grad_output" else feeds,
             of_gemm=feeds if kind == "grad_output" else of_gemm,
             saved=not is_grad and node in self.saved,

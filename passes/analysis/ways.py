@@ -57,6 +57,8 @@ class Form(ABC):
     """The demands that a value in this form serves."""
     counted: ClassVar[str]
     """The words for values in this form in the plan's note, after their number."""
+    format: AnyFormat | None
+    """The format of the copy, or the row's format if the copy has none; None: the value itself is kept."""
     error: ClassVar[float | None] = None
     """Relative error, root mean square, of the value that backward reads; None: that of ``format``."""
     kernel: ClassVar[Kind] = Kind.FUSED
@@ -72,11 +74,6 @@ class Form(ABC):
     @abstractmethod
     def options(self) -> frozenset[str]:
         """Return the options of `Config.ways` that this form needs, all of them."""
-
-    @property
-    @abstractmethod
-    def format(self) -> AnyFormat | None:
-        """Return the format of the copy, or the row's format if the copy has none; None: the value itself is kept."""
 
     def num_bytes(self, val: torch.Tensor) -> int:
         """Return the bytes of a value in this form."""

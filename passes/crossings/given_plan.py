@@ -93,7 +93,7 @@ def _refuse_sources(needs: Needs, repeated: Node, kept: Mapping[Node, Form]) -> 
     for source in map(needs.step.undecoded, repeated.all_input_nodes):
         form = kept.get(source)
         if form is not None and Demand.RECOMPUTE_LOW not in form.serves and repeated not in needs.step.decoded:
-            kept_as = f"in {form.copy.name}" if isinstance(form, Blocks) else form.counted
+            kept_as = f"in {form.format.name}" if isinstance(form, Blocks) else form.counted
             raise PlanError(
                 f"the given plan keeps {source.name} {kept_as}, and recomputes {repeated.name} from it, whose error "
                 "would not average out; keep one of the two in 8 bits or more"

@@ -21,7 +21,7 @@ from fxprec.plan.rows import Site
 class Blocks(Form):
     """A copy in a block format that all its readers tolerate. No other value is recomputed from the copy."""
 
-    copy: BlockFormat
+    format: BlockFormat
     row_format: Format
     """The format in the value's row of the plan, whose ``saved_as`` names the block format."""
     has_mask: bool = False
@@ -33,30 +33,26 @@ class Blocks(Form):
     is_rounded = True
 
     @property
-    def format(self) -> BlockFormat:
-        return self.copy
-
-    @property
     def is_random(self) -> bool:  # type: ignore[override]
         """Return whether the copy is rounded at random."""
-        return self.copy.bits < WHOLE_BITS
+        return self.format.bits < WHOLE_BITS
 
     def num_bytes(self, val: torch.Tensor) -> int:
         elements = numel_hint(val)
-        return self.copy.num_bytes(elements) + (SIGNS.num_bytes(elements) if self.has_mask else 0)
+        return self.format.num_bytes(elements) + (SIGNS.num_bytes(elements) if self.has_mask else 0)
 
     def store(self, value: Node, stage: Stage) -> None:
         seed = stage.seed if self.is_random else None
         (q,) = stage.casts.pop(value)
-        if not store_in_blocks(stage.graph, q, self.copy, seed):
+        if not store_in_blocks(stage.graph, q, self.format, seed):
             stage.only_masks.add(value)
 
     def saved_as(self, value: Node, stage: Stage) -> str:
         """Return the name of the block format that ``value`` is stored in, or of the mask if only its mask is read."""
-        return (SIGNS if value in stage.only_masks else self.copy).name
+        return (SIGNS if value in stage.only_masks else self.format).name
 
     def plan_row(self, site: Site, value: Node, stage: Stage) -> Site:
         return replace(row_of(site, "narrow", self.row_format.name, ""), saved_as=self.saved_as(value, stage))
 
     def matches_row(self, site: Site) -> bool:
-        return site.way == "narrow" and site.saved_as == self.copy.name and site.promoted_at is None
+        return site.way == "narrow" and site.saved_as == self.format.name and site.promoted_at is None

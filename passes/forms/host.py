@@ -46,7 +46,7 @@ class OnHost(Form):
         return self.form.options | {"offload"}
 
     @property
-    def format(self) -> AnyFormat | None:
+    def format(self) -> AnyFormat | None:  # type: ignore[override]
         return self.form.format
 
     def num_bytes(self, val: torch.Tensor) -> int:
@@ -60,5 +60,5 @@ class OnHost(Form):
         return replace(self.form.plan_row(site, value, stage), way="offload", why=_WHY)
 
     def matches_row(self, site: Site) -> bool:
-        is_low = isinstance(self.form, Low) and site.format == self.form.copy.name
+        is_low = isinstance(self.form, Low) and site.format == self.form.format.name
         return site.way == "offload" and (is_low or isinstance(self.form, Own))

@@ -16,22 +16,18 @@ from fxprec.plan.rows import Site
 class Low(Form):
     """A copy in the low format of the recipe."""
 
-    copy: Format
+    format: Format
 
     serves = LOW
     counted = "kept in 8 bits"
     options = frozenset({"narrow"})
     is_rounded = True
 
-    @property
-    def format(self) -> Format:
-        return self.copy
-
     def store(self, value: Node, stage: Stage) -> None:
-        stage.store_copy(value, self.copy)
+        stage.store_copy(value, self.format)
 
     def plan_row(self, site: Site, value: Node, stage: Stage) -> Site:
-        return row_of(site, "narrow", self.copy.name, stage.needs.refused.get(value, ""))
+        return row_of(site, "narrow", self.format.name, stage.needs.refused.get(value, ""))
 
     def matches_row(self, site: Site) -> bool:
         return site.way == "narrow" and not site.saved_as and site.promoted_at is None

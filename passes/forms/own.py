@@ -19,28 +19,24 @@ _WHY = "the peak budget leaves room to keep it"
 
 @dataclass(frozen=True)
 class Own(Form):
-    """The value itself, or a copy in the format ``copy`` that replaces it."""
+    """The value itself, or a copy in ``format`` that replaces it."""
 
-    copy: Format | None = None
+    format: Format | None = None
 
     serves = ANY
     counted = "kept"
     options = frozenset()
 
-    @property
-    def format(self) -> Format | None:
-        return self.copy
-
     def store(self, value: Node, stage: Stage) -> None:
-        if self.copy is not None:
-            stage.store_copy(value, self.copy)
+        if self.format is not None:
+            stage.store_copy(value, self.format)
             return
         for q in stage.casts.get(value, ()):
             for x, read in Dequantize.among(list(q.users)):
                 x.replace_all_uses_with(stage.as_dtype(value, read.dtype, x))
 
     def plan_row(self, site: Site, value: Node, stage: Stage) -> Site:
-        fmt = self.copy or (parse("fp32") if tensor_of(value).dtype == torch.float32 else stage.hi)
+        fmt = self.format or (parse("fp32") if tensor_of(value).dtype == torch.float32 else stage.hi)
         return row_of(site, "keep", fmt.name, _WHY)
 
     def matches_row(self, site: Site) -> bool:

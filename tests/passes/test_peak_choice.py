@@ -243,7 +243,7 @@ def test_of_all_choices_with_block_formats_it_finds_the_one_of_least_time() -> N
     best_of = BestOf.of(found.problem.needs, slow, ("narrow", "recompute"))
     assert best_of.blocks is not None
     found, problem = best_of.blocks, best_of.blocks.problem
-    offered = {tuple(f.copy.name for f in forms if isinstance(f, Blocks)) for forms in problem.needs.forms.values()}
+    offered = {tuple(f.format.name for f in forms if isinstance(f, Blocks)) for forms in problem.needs.forms.values()}
     assert offered == {(), ("int4", "int2")}
     fits = least_times(found, best_of.within)
     assert any(isinstance(way, Blocks) for fit in fits for way in fit.ways.values())
