@@ -47,6 +47,7 @@ class OnHost(Form):
 
     @property
     def format(self) -> AnyFormat | None:  # type: ignore[override]
+        """Return the format of the inner form."""
         return self.form.format
 
     def num_bytes(self, val: torch.Tensor) -> int:
