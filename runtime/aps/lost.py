@@ -8,9 +8,9 @@ first rank that knows reports the result to all others: by nodes a rank may wait
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,14 +35,10 @@ class RollCall:
         self._said: list[int] | None = None
         """Ranks that another rank has reported as lost."""
         if self._store is not None:
-            self._thread = threading.Thread(target=self._watch, name="fxprec-aps-roll-call", daemon=True)
-            self._thread.start()
-            atexit.register(self.stop)
-
-    def stop(self) -> None:
-        """End the thread before the interpreter ends."""
-        self._stopped.set()
-        self._thread.join(2 * EVERY)
+            args = weakref.ref(self), self._stopped
+            thread = threading.Thread(target=_watch, args=args, name="fxprec-aps-roll-call", daemon=True)
+            thread.start()
+            self.stop = weakref.finalize(self, _end, thread, self._stopped)  # also before the interpreter ends
 
     def lost(self, error: BaseException) -> LostRankError:
         """Return an error that names the ranks whose loss made this rank's exchange fail, within 3 * `GRACE`."""
@@ -86,15 +82,31 @@ class RollCall:
     def _key(self, what: str, rank: int) -> str:
         return f"{self._prefix}/{what}/{rank}"
 
-    def _watch(self) -> None:
+    def answer(self) -> bool:
+        """Answer if a rank has failed; return whether nothing is left to answer."""
         try:
-            while not self._stopped.wait(EVERY):
-                if self._store.check([f"{self._prefix}/any"]):
-                    self._store.set(self._key("here", self._rank), "1")
-                if self._store.check([f"{self._prefix}/lost"]):
-                    said = self._store.get(f"{self._prefix}/lost").decode()
-                    self._said = [int(rank) for rank in said.split(",") if rank]
-                    self._store.set(self._key("told", self._rank), "1")
-                    return
-        except Exception:  # the store has ended with its rank or with the process group, so nothing is left to watch
+            if self._store.check([f"{self._prefix}/any"]):
+                self._store.set(self._key("here", self._rank), "1")
+            if not self._store.check([f"{self._prefix}/lost"]):
+                return False
+            said = self._store.get(f"{self._prefix}/lost").decode()
+            self._said = [int(rank) for rank in said.split(",") if rank]
+            self._store.set(self._key("told", self._rank), "1")
+        except Exception:  # the store has ended with its rank or with the process group
+            pass
+        return True
+
+
+def _watch(whose: weakref.ref[RollCall], stopped: threading.Event) -> None:
+    """Answer until the state is freed."""
+    while not stopped.wait(EVERY):
+        roll_call = whose()
+        if roll_call is None or roll_call.answer():
             return
+        del roll_call
+
+
+def _end(thread: threading.Thread, stopped: threading.Event) -> None:
+    stopped.set()
+    if thread is not threading.current_thread():
+        thread.join(2 * EVERY)

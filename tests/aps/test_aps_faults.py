@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -197,3 +198,16 @@ def test_ranks_outside_of_the_group_are_not_asked(monkeypatch: pytest.MonkeyPatc
     with ThreadPoolExecutor(2) as threads:
         said = list(threads.map(lambda call: str(call.lost(RuntimeError("closed"))), calls))
     assert all("all ranks answer" in each for each in said), said
+
+
+def test_the_thread_that_answers_ends_with_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost, "EVERY", 0.02)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(compat, "process_group_store", lambda: (0, 2, dist.HashStore()))
+    before = set(threading.enumerate())
+    roll_call = RollCall(SimpleNamespace(group_name="two"))  # type: ignore[arg-type]
+    (thread,) = set(threading.enumerate()) - before
+    assert thread.is_alive()
+    del roll_call
+    thread.join(5)
+    assert not thread.is_alive()
