@@ -181,8 +181,8 @@ def test_sizes_that_no_block_fits_are_left_and_the_user_is_told() -> None:
     found = ran(model, recipe="mxfp8")
     first, last = found.work.operand_formats
     assert (set(first.formats), first.why) == ({"forward", "weight_grad"}, "")
-    assert last.forward is None
-    assert last.weight_grad is not None
+    assert "forward" not in last.formats
+    assert "weight_grad" in last.formats
     assert last.why == f"forward: 40 is not a multiple of 32, which blocks of {MXFP8} need"
     (notice,) = found.work.notices
     assert notice.site.startswith("addmm_1 (1")
