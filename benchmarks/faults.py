@@ -122,7 +122,12 @@ def _never_refreshed() -> Patches:
 
 def _solved_low() -> Patches:
     real = scaling.solve
-    return {(scaling, "solve"): lambda *args: [exp - 2 for exp in real(*args)]}
+
+    def solve(*args: Any) -> Any:
+        found = real(*args)
+        return replace(found, exps=[exp - 2 for exp in found.exps])
+
+    return {(scaling, "solve"): solve}
 
 
 def _gradients(change: Callable[[Tensor], Tensor]) -> Callable[[], Patches]:
@@ -153,8 +158,8 @@ def _left_high() -> Patches:
 def _grouping_off_by_one() -> Patches:
     real = groups._Walk._count_value
 
-    def count(self: Any, node: Any, group: int, module: str, source: str, of_gemm: bool) -> None:
-        real(self, node, group - 1 if of_gemm else group, module, source, of_gemm)
+    def count(self: Any, node: Any, group: int, op: Any) -> None:
+        real(self, node, group - 1 if op is not None and op.is_gemm else group, op)
 
     return {(groups._Walk, "_count_value"): count}
 
@@ -177,11 +182,11 @@ def _weight_gradients_low() -> Patches:
 
 
 def _keep_high_ignored() -> Patches:
-    return {(assignment, "kept_high"): lambda tensors, keep_high: (frozenset(), [])}
+    return {(assignment, "kept_high"): lambda tensors, keep_high, ends=None: (frozenset(), [])}
 
 
 def _never_promoted() -> Patches:
-    return {(Controller, "_overflows"): lambda self, site, stats: False}
+    return {(Controller, "_overflows"): lambda self, site, stats, step: False}
 
 
 def _overflow_at_twice() -> Patches:
