@@ -352,13 +352,17 @@ def test_an_overflow_is_told_where_the_optimizer_steps_shards() -> None:
     """FSDP2 gives graphs gathered parameters, and the optimizer its shards: the two have no tensor in common."""
     model = mlp()
     backend = eager_backend("fp16", storage="simulate", grad_scaling=LossScaling(initial=2.0**40))
+    function = compiled(model, backend)
     x, y = data()
-    F.mse_loss(compiled(model, backend)(x), y).backward()
+    F.mse_loss(function(x), y).backward()
     with one_rank():
         shard = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,))))
         shard.grad = torch.ones_like(shard)
         with pytest.warns(FxprecWarning, match="step is not skipped: it steps shards .* take grad_scaling='auto'"):
             torch.optim.SGD([shard], 0.1).step()
+    F.mse_loss(function(x), y).mul(1e-12).backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    assert backend.skipped_steps == 1, "another model's optimizer stepped in between, and this one's had not"
 
 
 def test_a_step_that_may_not_break_is_told_why_it_does() -> None:

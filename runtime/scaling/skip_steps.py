@@ -69,6 +69,8 @@ class StepSkipper:
         What overflowed on one rank is unknown to the others, but the gradients that ranks exchange have its inf or NaN.
         """
         overflowed = self._overflowed()
+        for keeper in self._keepers():
+            keeper.stepped = True
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return overflowed
         norms = norms_of([p.grad for p in own if p.grad is not None])
@@ -76,10 +78,10 @@ class StepSkipper:
 
     def _overflowed(self) -> bool:
         """Return whether any gradient overflowed since the last step; waits for the device."""
-        found = False
         for controller in self._controllers():
             controller.act_on_all()
-            if isinstance(controller.keeper, LossScaleKeeper):
-                found |= controller.keeper.spoilt
-                controller.keeper.stepped = True
-        return found
+        return any(keeper.spoilt for keeper in self._keepers())
+
+    def _keepers(self) -> list[LossScaleKeeper]:
+        keepers = (controller.keeper for controller in self._controllers())
+        return [keeper for keeper in keepers if isinstance(keeper, LossScaleKeeper)]
