@@ -141,3 +141,19 @@ def test_a_step_compares_no_layers_that_were_compared_before(monkeypatch: pytest
     monkeypatch.setattr(capture.Parameters, "of_another", lambda mine, theirs: compared.append(mine))
     train_and_evaluate()
     assert not compared
+
+
+def test_graphs_that_new_parameters_take_over_follow_their_new_layer() -> None:
+    backend = eager_backend("simulate", recipe="hfp8", **OPTIONS)
+    net = compiled_layers(backend, nn.Sequential(TanhLayer(), TanhLayer()))
+    step(net)
+    with torch.no_grad():
+        net(batch().detach())
+    net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()}, assign=True)
+    with torch.no_grad():  # the second layer comes first, and takes the graph that was the first one's
+        net[1](batch().detach())
+        net[0](batch().detach())
+    promote_in(backend, net, 1)
+    with torch.no_grad():
+        net(batch().detach())
+    assert promoted(backend.all_plans) == [0, 1, 1, 0]

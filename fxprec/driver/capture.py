@@ -194,10 +194,10 @@ def _local_name(path: str) -> str:
 
 
 class Parameters:
-    """The parameters of one layer, by name."""
+    """The parameters of one layer, by name. ``changed`` is called when the layer's parameters become others."""
 
-    def __init__(self, names: Mapping[int, str], args: Sequence[Any]) -> None:
-        self._names = names
+    def __init__(self, names: Mapping[int, str], args: Sequence[Any], changed: Callable[[], None]) -> None:
+        self._names, self._changed = names, changed
         self._own: dict[int, Callable[[], Parameter | None]] = {
             i: _ref(args[i]) for i in names if isinstance(args[i], Parameter)
         }
@@ -219,9 +219,10 @@ class Parameters:
             if own() is not None and isinstance(args[i], Parameter):
                 return False
             dead.append(i)
-        for i in dead:
-            if isinstance(args[i], Parameter):
-                self._own[i] = _ref(args[i])
+        new = {i: _ref(args[i]) for i in dead if isinstance(args[i], Parameter)}
+        if new:
+            self._own |= new
+            self._changed()
         return True
 
     @property

@@ -114,7 +114,7 @@ class Model:
         return graph
 
     def changed(self) -> None:
-        """Note that a graph was compiled or replaced, or ran its first forward."""
+        """Note that a graph was compiled or replaced, ran its first forward, or got other parameters."""
         self._of_layers.clear()
         self._only_recomputed = None
 
@@ -245,7 +245,7 @@ class LayerDispatcher:
 
     def __init__(self, model: Model, captured: Captured, args: Sequence[Any]) -> None:
         self._model, self._names = model, Parameters.names_of(captured.inputs)
-        self._graphs = [model.compiled(captured, Parameters(self._names, args), args)]
+        self._graphs = [model.compiled(captured, Parameters(self._names, args, model.changed), args)]
         self._last_of: weakref.WeakValueDictionary[int, PlannedGraph] = weakref.WeakValueDictionary()
 
     def __call__(self, *args: object) -> Any:
@@ -261,7 +261,9 @@ class LayerDispatcher:
         with compat.compile_lock:  # another thread may call the same layer
             found = next((g for g in self._graphs if g.parameters.may_be(args)), None)
             if found is None:
-                found = self._model.compiled(self._graphs[0].captured, Parameters(self._names, args), args)
+                found = self._model.compiled(
+                    self._graphs[0].captured, Parameters(self._names, args, self._model.changed), args
+                )
                 self._graphs.append(found)
             self._last_of[key] = found
         return found
