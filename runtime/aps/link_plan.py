@@ -188,7 +188,7 @@ _PLAN: dict[str, Reader] = {
     "ready": each(_least_zero),
     "end": _least_zero,
     "bytes_sent": _COUNT,
-    "layers": each(lambda entry: LayerBits(**fields_of(_LAYER, optional=("by_nodes", "low_rank"))(entry))),
+    "layers": each(lambda entry: LayerBits(**fields_of(_LAYER)(entry))),
     "gathered": each(lambda entry: GatheredBits(**fields_of(_GATHERED)(entry))),
     "bytes_gathered": _COUNT,
     "node": integer(1, 2**31, "2**31"),
@@ -196,13 +196,11 @@ _PLAN: dict[str, Reader] = {
     "bytes_between": _COUNT,
     "bytes_kept": _COUNT,
 }
-_LATER = ("gathered", "bytes_gathered", "node", "inside", "bytes_between", "bytes_kept")
-"""Entries that plans of earlier versions do not have."""
 
 
 def read(entry: Entry) -> LinkPlan:
     """Return the link plan in JSON data. Raises `PlanError` naming the entry, the cause and the way out."""
-    found = fields_of(_PLAN, optional=_LATER)(entry)
+    found = fields_of(_PLAN)(entry)
     plan = LinkPlan(**{k: v for k, v in found.items() if k not in ("kind", "schema")})
     for key, names in (("layers", [r.name for r in plan.layers]), ("gathered", [r.name for r in plan.gathered])):
         twice = [name for name, count in Counter(names).items() if count > 1]

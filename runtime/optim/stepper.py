@@ -367,21 +367,28 @@ class Stepper(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of torch.optim's. Options that the state does not name stay as they are.
 
-        Averages are converted to the form in ``states``; `cancelled` counts start again.
+        Averages are converted to the form in ``states``; `cancelled` counts start again. Raises `ConfigError` for
+        options that `add_param_group` refuses; the optimizer is then as it was.
         """
-        kept = [{name: group[name] for name in self.defaults} for group in self.param_groups]
+        before = self.state, self.param_groups
         super().load_state_dict(state_dict)
-        for position, (group, own) in enumerate(zip(self.param_groups, kept, strict=True)):
-            for name, value in own.items():
-                group.setdefault(name, value)
+        try:
+            self._adopt_saved(before[1])
+            self._hold_saved(state_dict)
+        except Exception:
+            self.state, self.param_groups = before
+            raise
+        self.__dict__.pop("_cancelled_history", None)
+
+    def _adopt_saved(self, before: list[dict[str, Any]]) -> None:
+        """Give the loaded groups the options that the state does not name, and check them."""
+        for position, (group, own) in enumerate(zip(self.param_groups, before, strict=True)):
+            for name in self.defaults:
+                group.setdefault(name, own[name])
             if group["states"] == AUTO:  # a step budget may have chosen a form in this process
                 group["states"] = own["states"]
             self._check_group(group, position)
         check_one_norm(self.param_groups)
-        self._hold_saved(state_dict)
-        for state in self.state.values():
-            state.pop("update_counts", None)
-        self.__dict__.pop("_cancelled_history", None)
 
     def _hold_saved(self, state_dict: dict[str, Any]) -> None:
         """Convert saved averages to the form in ``states``; torch.optim has converted them to the weights' dtype."""
@@ -391,6 +398,8 @@ class Stepper(Optimizer):
                 if saved.get(name) is not None:
                     state[name] = saved[name].to(param.device)
                     hold(rule, name, param, state)
+        for state in self.state.values():
+            state.pop("update_counts", None)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import fxprec
+from fxprec.errors import ConfigError
 from fxprec.runtime.optim.fma import sqrt
 
 SGD_OPTIONS: list[dict[str, Any]] = [
@@ -158,6 +159,24 @@ def test_muon_keeps_what_torchs_state_does_not_name() -> None:
     ours = fxprec.optim.Muon(params, foreach=False)
     ours.load_state_dict(torch.optim.Muon(params).state_dict())
     assert ours.param_groups[0]["foreach"] is False
+
+
+@pytest.mark.parametrize("group", [{"update": "nearset"}, {"states": "int9"}, {"max_norm": -1.0}])
+def test_a_state_that_is_refused_leaves_the_optimizer_as_it_was(group: dict[str, Any]) -> None:
+    param = torch.nn.Parameter(torch.ones(4))
+    ours = fxprec.optim.AdamW([param], lr=0.5)
+    param.grad = torch.ones(4)
+    ours.step()
+    before = copy.deepcopy(ours.state_dict())
+    refused = copy.deepcopy(before)
+    refused["param_groups"][0] |= {"lr": 0.25, **group}
+    refused["state"][0]["exp_avg"] += 1
+    with pytest.raises(ConfigError, match=next(iter(group))):
+        ours.load_state_dict(refused)
+    after = ours.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert all(map(torch.equal, after["state"][0].values(), before["state"][0].values()))
+    ours.step()
 
 
 def test_parameters_without_gradient_frozen_empty_or_of_any_layout() -> None:
