@@ -165,10 +165,11 @@ class Controller:
             for stats in arrived:
                 if stats.site in noted:
                     self.keeper.note(stats, step)
+        if self.copies is not None:
+            for row, was, exp in self.copies.note(arrived, step, now=self.step + 1):
+                self._tell_scale("scale", row, f"scale 2**{was} -> 2**{exp}")
         sites = self._sites()
         for stats in arrived:
-            if self.copies is not None and stats.site in self.copies:
-                self._rescale_copy(self.copies, stats, step)
             if not stats.overflow_ratio and math.isfinite(stats.amax):
                 continue  # true of most statistics
             site = sites[stats.site]
@@ -181,11 +182,6 @@ class Controller:
             self._promote(offenders)
         if self.nonfinite is not None:
             self._tell_who_was_first(self.nonfinite, arrived, step)
-
-    def _rescale_copy(self, copies: CopyScales, stats: SiteStats, step: int) -> None:
-        moved = copies.note(stats, step, now=self.step + 1)
-        if moved is not None:
-            self._tell_scale("scale", stats.site, f"scale 2**{moved[0]} -> 2**{moved[1]}")
 
     def _tell_who_was_first(self, nonfinite: Nonfinite, arrived: Sequence[SiteStats], step: int) -> None:
         """Record which tensor left its range first; warn, or let `settle` raise, as ``nonfinite.action`` says."""

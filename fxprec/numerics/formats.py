@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -32,7 +32,7 @@ _CARRIER_MAX_EXPONENT = 127
 _CARRIER_MANTISSA_BITS = 23
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Format:
     """A binary floating-point format.
 
@@ -133,7 +133,7 @@ class Format:
         """
         return min(self._top_exponent, _CARRIER_MAX_EXPONENT)
 
-    @property
+    @cached_property
     def largest_code(self) -> int:
         """Return the magnitude bits (the code without its sign) of the largest number."""
         mantissas = 1 << self.mantissa_bits
@@ -155,18 +155,18 @@ class Format:
         quiet = 1 << (self.mantissa_bits - 1) if self.specials == "ieee" else (1 << self.mantissa_bits) - 1
         return top + quiet
 
-    @property
+    @cached_property
     def largest(self) -> float:
         """Return the largest number."""
         mantissa = self.largest_code & ((1 << self.mantissa_bits) - 1)
         return 2.0**self.max_exponent * (1 + mantissa / (1 << self.mantissa_bits))
 
-    @property
+    @cached_property
     def smallest_normal(self) -> float:
         """Return the smallest normal number, 2^(1 - B)."""
         return 2.0**self.min_exponent
 
-    @property
+    @cached_property
     def smallest_subnormal(self) -> float:
         """Return the smallest positive number, 2^(1 - B - M); with 0 mantissa bits it is the smallest normal one."""
         return 2.0 ** (self.min_exponent - self.mantissa_bits)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,15 +110,19 @@ class CopyScales:
         copy = self._by_row.get(row)
         return copy is not None and (copy.exp if step >= copy.since else copy.was) > 0
 
-    def note(self, stats: SiteStats, step: int, now: int) -> tuple[int, int] | None:
-        """Take a row's statistics of a step; return (old, new) exponent if step ``now`` changes it, else None."""
-        copy = self._by_row[stats.site]
-        was = copy.exp
-        copy.note(stats, step, self._at_once_above)
-        if copy.exp == was:
-            return None
-        copy.was, copy.since = was, now
-        return was, copy.exp
+    def note(self, arrived: Iterable[SiteStats], step: int, now: int) -> list[tuple[int, int, int]]:
+        """Take statistics of a step; return (row, old, new exponent) of each copy whose scale step ``now`` changes."""
+        moved = []
+        for stats in arrived:
+            copy = self._by_row.get(stats.site)
+            if copy is None:
+                continue
+            was = copy.exp
+            copy.note(stats, step, self._at_once_above)
+            if copy.exp != was:
+                copy.was, copy.since = was, now
+                moved.append((stats.site, was, copy.exp))
+        return moved
 
     def take_from(self, other: CopyScales) -> None:
         """Take over the state of rows that ``other`` has in the same format."""

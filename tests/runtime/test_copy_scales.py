@@ -33,7 +33,7 @@ class Loop:
         scaled = math.ldexp(amax, self.exp)
         stored = 0.0 if scaled <= fmt.smallest_subnormal / 2 else min(max(scaled, fmt.smallest_subnormal), fmt.largest)
         over = 1.0 if scaled >= fmt.largest else 0.0
-        self.scales.note(SiteStats(0, over, math.nan, math.ldexp(stored, -self.exp)), self.step, now=self.step + 1)
+        self.scales.note([SiteStats(0, over, math.nan, math.ldexp(stored, -self.exp))], self.step, now=self.step + 1)
         return stored
 
 
@@ -93,22 +93,22 @@ def test_zeros_are_searched_for_a_while_and_then_left_at_no_scale() -> None:
 
 def test_zeros_that_were_counted_as_zeros_stay_unscaled() -> None:
     scales = CopyScales(ScaleGraph(copies=(Copy(0, "e4m3fn"),)))
-    assert scales.note(SiteStats(0, 0.0, 0.0, 0.0), 1, now=2) is None, "nothing underflowed"
+    assert not scales.note([SiteStats(0, 0.0, 0.0, 0.0)], 1, now=2), "nothing underflowed"
 
 
 @pytest.mark.parametrize("amax", [math.inf, math.nan])
 def test_a_bad_batch_changes_nothing(amax: float) -> None:
     scales = CopyScales(ScaleGraph(copies=(Copy(0, "e4m3fn"),)))
-    assert scales.note(SiteStats(0, 0.5, math.nan, amax), 1, now=2) is None
+    assert not scales.note([SiteStats(0, 0.5, math.nan, amax)], 1, now=2)
 
 
 def test_statistics_of_steps_before_a_change_choose_nothing() -> None:
     """A GPU's come two steps late."""
     scales = CopyScales(ScaleGraph(copies=(Copy(0, "e4m3fn"),)))
-    assert scales.note(SiteStats(0, 0.0, 0.0, 2.0**-5), 1, now=3) == (0, 10)
-    assert scales.note(SiteStats(0, 0.0, 0.0, 2.0**-40), 2, now=4) is None
+    assert scales.note([SiteStats(0, 0.0, 0.0, 2.0**-5)], 1, now=3) == [(0, 0, 10)]
+    assert not scales.note([SiteStats(0, 0.0, 0.0, 2.0**-40)], 2, now=4)
     assert [scales.was_scaled(0, step) for step in (2, 3)] == [False, True]
-    assert scales.note(SiteStats(0, 0.0, 0.0, 2.0**-40), 3, now=5) is None, "recent magnitudes count"
+    assert not scales.note([SiteStats(0, 0.0, 0.0, 2.0**-40)], 3, now=5), "recent magnitudes count"
 
 
 def test_state_is_plain_data_and_comes_back() -> None:
