@@ -6,22 +6,25 @@ It widens each parameter's gradient at once. All these tensors then wait in memo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+Buffer = TypeVar("Buffer", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Kernel:
+class Kernel(Generic[Buffer]):
     """One kernel: the buffers that it writes and reads, in bytes, and the kernels that must run before it."""
 
-    makes: Mapping[str, int]
-    reads: Mapping[str, int]
+    makes: Mapping[Buffer, int]
+    reads: Mapping[Buffer, int]
     """Buffers that the caller keeps are left out."""
     after: frozenset[int]
 
 
-def saving_order(kernels: Sequence[Kernel]) -> list[int]:
+def saving_order(kernels: Sequence[Kernel[Buffer]]) -> list[int]:
     """Return the positions of ``kernels`` in an order that respects dependencies and keeps few bytes live.
 
     The order is built from the end. Candidates are the kernels whose readers are all placed. Among these, the next is
@@ -32,7 +35,7 @@ def saving_order(kernels: Sequence[Kernel]) -> list[int]:
     for kernel in kernels:
         for i in kernel.after:
             waiting[i] += 1
-    readers: dict[str, list[int]] = {}
+    readers: dict[Buffer, list[int]] = {}
     for i, kernel in enumerate(kernels):
         for name in kernel.reads:
             readers.setdefault(name, []).append(i)
@@ -41,7 +44,7 @@ def saving_order(kernels: Sequence[Kernel]) -> list[int]:
     by_growth, by_place = [(growth[i], -i) for i in ready], [-i for i in ready]  # may have stale entries
     heapify(by_growth)
     heapify(by_place)
-    live: set[str] = set()
+    live: set[Buffer] = set()
     reverse: list[int] = []
     while ready:
         while by_growth[0] != (growth[-by_growth[0][1]], by_growth[0][1]) or -by_growth[0][1] not in ready:
@@ -68,15 +71,20 @@ def saving_order(kernels: Sequence[Kernel]) -> list[int]:
     return reverse[::-1]
 
 
-def peak_bytes(kernels: Sequence[Kernel], order: Sequence[int], kept: frozenset[str] = frozenset()) -> int:
+def peak_bytes(kernels: Sequence[Kernel[Buffer]], order: Sequence[int], kept: Collection[Buffer] = frozenset()) -> int:
     """Return the most bytes that are live at once; buffers in ``kept`` are never freed."""
-    last = {name: step for step, i in enumerate(order) for name in (*kernels[i].makes, *kernels[i].reads)}
-    made = {name for kernel in kernels for name in kernel.makes}
+    last: dict[Buffer, int] = {}
+    made: set[Buffer] = set()
+    for step, i in enumerate(order):
+        last.update(dict.fromkeys(kernels[i].makes, step))
+        last.update(dict.fromkeys(kernels[i].reads, step))
+        made.update(kernels[i].makes)
     live = peak = sum({n: size for k in kernels for n, size in k.reads.items() if n not in made}.values())
     for step, i in enumerate(order):
         kernel = kernels[i]
         live += sum(kernel.makes.values())
         peak = max(peak, live)
-        sizes = {**kernel.reads, **kernel.makes}
-        live -= sum(size for name, size in sizes.items() if last[name] == step and name not in kept)
+        for name, size in {**kernel.reads, **kernel.makes}.items():
+            if last[name] == step and name not in kept:
+                live -= size
     return peak

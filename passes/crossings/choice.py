@@ -80,6 +80,7 @@ class Chooser:
         self._order = {n: i for half in (step.forward, step.backward) for i, n in enumerate(half)}
         self._first_read, self._last_read = self._reads_in_backward()
         self._last_read_in_forward = self._reads_in_forward()
+        self._in_memory = {node: _is_in_memory(node) for node in self.problem.nodes}
         self._missed = 0.0  # the last peak bound that `within` could not reach
         self._lowest: Fit | None = None  # the choice of least peak found for that bound
 
@@ -292,7 +293,7 @@ class Chooser:
             return False
         if isinstance(way, Form) and not way.is_on_host:
             return True
-        return (way.is_on_host or _is_in_memory(node)) and self._first_read.get(node, moment + 1) <= moment
+        return (way.is_on_host or self._in_memory[node]) and self._first_read.get(node, moment + 1) <= moment
 
 
 def _within(fits: Iterable[Fit], bound: Bound) -> list[Fit]:

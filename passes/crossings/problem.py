@@ -105,6 +105,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         self._allowed = frozenset(self.allowed)
+        self._sources: dict[Node, frozenset[Node]] = {}
+        self._seconds: dict[tuple[Node, Way], float] = {}
         self.nodes = self._closure()
         keys = [(node, way) for node in self.nodes for way in self._allowed_ways(node)]
         self.columns = {key: column for column, key in enumerate(keys)}
@@ -144,10 +146,12 @@ class Problem:
                 stack += self.sources(node)
         return [n for n in self.needs.step.forward if n in found]
 
-    def sources(self, node: Node) -> set[Node]:
+    def sources(self, node: Node) -> frozenset[Node]:
         """Return the values that a recomputation of ``node`` needs."""
-        operands = {self.needs.step.undecoded(n) for n in node.all_input_nodes}
-        return {n for n in operands if not self._needs_no_way(n)}
+        if node not in self._sources:
+            operands = {self.needs.step.undecoded(n) for n in node.all_input_nodes}
+            self._sources[node] = frozenset(n for n in operands if not self._needs_no_way(n))
+        return self._sources[node]
 
     def _needs_no_way(self, node: Node) -> bool:
         step = self.needs.step
@@ -215,6 +219,11 @@ class Problem:
 
     def seconds(self, node: Node, way: Way) -> float:
         """Return the seconds that a way of a value costs."""
+        if (node, way) not in self._seconds:
+            self._seconds[node, way] = self._cost_of(node, way)
+        return self._seconds[node, way]
+
+    def _cost_of(self, node: Node, way: Way) -> float:
         if isinstance(way, Recompute):
             return self.rates.running(node) + _LITTLE
         size = self.size(node, way)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from fxprec.passes.analysis.replay.kernels import Kind
 
@@ -40,6 +41,8 @@ class Loops:
 
     def __init__(self, items: Sequence[Item]) -> None:
         self.items = items
+        self._kinds = [item.kind for item in items]
+        self._views = [p for p, kind in enumerate(self._kinds) if kind is Kind.VIEW]
         self.readers: list[list[int]] = [[] for _ in items]
         for position, item in enumerate(items):
             for read in item.reads:
@@ -51,29 +54,35 @@ class Loops:
     def _find_in_memory(self) -> list[bool]:
         """Return for each item whether it is written to memory."""
         wanted, users = self._wanted_in_memory(), self._users()
-        in_memory, operations = [False] * len(self.items), [0] * len(self.items)
-        heavy = [item.is_heavy for item in self.items]
-        reads: list[set[int]] = []
+        is_free, is_fused = ([kind is sought for kind in self._kinds] for sought in (Kind.FREE, Kind.FUSED))
+        in_memory, operations, heavy = list[bool](), list[int](), list[bool]()
+        reads: list[frozenset[int]] = []  # what a loop reads, if the item is computed in the loop
         for position, item in enumerate(self.items):
-            reads.append(set())
+            parts, count, is_heavy = list[frozenset[int]](), int(is_fused[position]), item.is_heavy
             for read in item.reads:
-                is_memory = in_memory[read] or self.items[read].kind is Kind.FREE
-                reads[position] |= {read} if is_memory else reads[read]
-                operations[position] += 0 if is_memory else operations[read]
-                heavy[position] |= not is_memory and heavy[read]
-            operations[position] += item.kind is Kind.FUSED
-            is_much = len(reads[position]) > _MANY_READS or operations[position] > _MANY_OPERATIONS or heavy[position]
-            is_apart = wanted[position] or item.is_stored or (users[position] > 1 and is_much)
-            in_memory[position] = item.kind in _ALWAYS or (item.kind is Kind.FUSED and is_apart)
+                if in_memory[read] or is_free[read]:
+                    parts.append(_alone(read))
+                else:
+                    parts.append(reads[read])
+                    count += operations[read]
+                    is_heavy |= heavy[read]
+            own = _united(parts)
+            reads.append(own)
+            operations.append(count)
+            heavy.append(is_heavy)
+            if is_fused[position]:
+                is_much = len(own) > _MANY_READS or count > _MANY_OPERATIONS or is_heavy
+                in_memory.append(wanted[position] or item.is_stored or (users[position] > 1 and is_much))
+            else:
+                in_memory.append(self._kinds[position] in _ALWAYS)
         return in_memory
 
     def _wanted_in_memory(self) -> list[bool]:
         """Return for each item whether a library's kernel or the user reads it from memory, seen through views."""
         wanted = list(self.returned)
         for position in reversed(range(len(self.items))):
-            is_memory = self.items[position].kind is Kind.EXTERN
-            is_view = self.items[position].kind is Kind.VIEW and wanted[position]
-            if is_memory or is_view:
+            kind = self._kinds[position]
+            if kind is Kind.EXTERN or (kind is Kind.VIEW and wanted[position]):
                 for read in self.items[position].reads:
                     wanted[read] = True
         return wanted
@@ -81,24 +90,32 @@ class Loops:
     def _shown_to_the_end(self) -> list[bool]:
         """Return for each item whether it, or a view of it, is returned."""
         returned = [item.is_returned for item in self.items]
-        for position in reversed(range(len(self.items))):
-            if returned[position] and self.items[position].kind is Kind.VIEW:
+        for position in reversed(self._views):
+            if returned[position]:
                 for read in self.items[position].reads:
                     returned[read] = True
         return returned
 
     def _users(self) -> list[int]:
+        """Return for each item how many items read it, seen through views."""
         users = [len(readers) for readers in self.readers]
-        for position in reversed(range(len(self.items))):
-            readers = self.readers[position]
-            users[position] = sum(users[r] if self.items[r].kind is Kind.VIEW else 1 for r in readers)
+        for position in reversed(self._views):  # a view's readers come after it
+            for read in self.items[position].reads:
+                users[read] += users[position] - 1
         return users
 
-    def _reads(self, in_memory: Sequence[bool]) -> list[set[int]]:
+    def _reads(self, in_memory: Sequence[bool]) -> list[frozenset[int]]:
         """Return for each item the items that it reads from memory, through views and nodes of its own loop."""
-        reads: list[set[int]] = []
+        reads: list[frozenset[int]] = []
         for item in self.items:
-            reads.append(set())
-            for read in item.reads:
-                reads[-1] |= {read} if in_memory[read] else reads[read]
+            reads.append(_united([_alone(read) if in_memory[read] else reads[read] for read in item.reads]))
         return reads
+
+
+@cache
+def _alone(position: int) -> frozenset[int]:
+    return frozenset((position,))
+
+
+def _united(parts: Sequence[frozenset[int]]) -> frozenset[int]:
+    return parts[0] if len(parts) == 1 else frozenset().union(*parts)

@@ -56,6 +56,7 @@ class Step:
 
     def __post_init__(self) -> None:
         nodes = list(self.joint.graph.nodes)
+        self._free: dict[Node, bool] = {}  # of `needs_no_saving`; replays share it
         self.needed = needed_by_forward(self.joint)
         """Nodes that the results of forward depend on."""
         self.casts = {x: cast for q, cast in Quantize.among(nodes) if self._is_cast(q) for x in q.users}
@@ -80,6 +81,8 @@ class Step:
         self.returned = {n for i, n in enumerate(self.joint.results) if isinstance(n, Node) and i not in updates}
         self.updates = self._placed(updates.values())
         """(parameter, its gradient), by the backward node after which backward steps the parameter."""
+        self.operands = {node: tuple(node.all_input_nodes) for node in nodes}
+        self.undecoded_operands = {node: tuple(map(self.undecoded, self.operands[node])) for node in self.forward}
         self._traits: dict[Node, tuple[Kind, int, bool, int]] = {}
 
     def _divide(self, casts: Collection[Node]) -> None:
@@ -148,8 +151,10 @@ class Step:
 
     def needs_no_saving(self, node: Node) -> bool:
         """Return whether backward has a value without saving it: an input, a constant, or a number."""
-        holds_nothing = value(node) is None and not isinstance(node.meta.get("val"), list | tuple)
-        return node.op != "call_function" or holds_nothing
+        if node not in self._free:
+            holds_nothing = value(node) is None and not isinstance(node.meta.get("val"), list | tuple)
+            self._free[node] = node.op != "call_function" or holds_nothing
+        return self._free[node]
 
     def _checkpointed(self) -> Iterator[Node]:
         wanted = [source for node in self.backward for source in self.wanted_by(node)]
@@ -231,24 +236,27 @@ class Replay:
         for node in self.step.forward:
             self._run_forward(node)
         self.border = len(self.items)
+        backward, found = self.step.backward_set, self.read_from
         for node in self.step.backward:
-            sources = node.all_input_nodes
-            reads = [self.at[n] if n in self.step.backward_set else self._find(n, node) for n in sources]
+            reads = [
+                self.at[n] if n in backward else found[n] if n in found else self._find(n, node)
+                for n in self.step.operands[node]
+            ]
             self.at[node] = self._add(node, reads, node)
             for parameter, gradient in self.step.updates.get(node, ()):
                 workspace = self.step.workspace_of_stepping(parameter)
                 reads, writes = [self.at[gradient]], self.at[parameter]
                 self._append(Item(Kind.EXTERN, 0, reads, workspace=workspace, writes=writes), node, gradient)
-        for x in {x for node, _ in self.repeated for x in node.all_input_nodes} & self.step.copied.keys():
+        for x in {x for node, _ in self.repeated for x in self.step.operands[node]} & self.step.copied.keys():
             self.items[self.copies[x]].bytes = 0  # a repeated node reads the input, which then waits itself
         self.timeline = Timeline(self.items, self.border)
 
     def _run_forward(self, node: Node) -> None:
         if self._is_copy(node):
-            self.at[node] = self._append(Item(Kind.VIEW, 0, [self.copies[node.all_input_nodes[0]]]), node, node)
+            self.at[node] = self._append(Item(Kind.VIEW, 0, [self.copies[self.step.operands[node][0]]]), node, node)
             return
-        sources = [self.step.undecoded(source) for source in node.all_input_nodes]
-        reads = [self.at[source] for source in sources if source in self.at]  # all but sizes of decoded copies
+        sources, at = self.step.undecoded_operands[node], self.at
+        reads = [at[source] for source in sources if source in at]  # all but sizes of decoded copies
         form = self.kept.get(node)
         is_moved = form is not None and form.is_on_host
         is_stored = form is not None and form.format is None and not is_moved
@@ -269,7 +277,7 @@ class Replay:
 
     def _is_copy(self, node: Node) -> bool:
         """Return whether a conversion equals the stored copy of its operand, so that Inductor computes both once."""
-        fmt = self._format(node.all_input_nodes[0]) if node.target in CASTS else None
+        fmt = self._format(self.step.operands[node][0]) if node.target in CASTS else None
         return isinstance(fmt, Format) and fmt.bits > 8 and fmt.torch_dtype is tensor_of(node).dtype
 
     def _add(
@@ -289,18 +297,16 @@ class Replay:
 
     def _find(self, wanted: Node, reader: Node) -> int:
         """Return the item from which backward reads a value; append the nodes that must run again for that."""
-        stack = [wanted]
+        stack, found = [wanted], self.read_from
         while stack:
             node = stack[-1]
-            if node in self.read_from:
+            if node in found:
                 stack.pop()
-                continue
-            missing = [n for n in self._sources(node) if n not in self.read_from]
-            if missing:
+            elif missing := [n for n in self._sources(node) if n not in found]:
                 stack += missing
-                continue
-            self.read_from[stack.pop()] = self._supply(node, reader)
-        return self.read_from[wanted]
+            else:
+                found[stack.pop()] = self._supply(node, reader)
+        return found[wanted]
 
     def _sources(self, node: Node) -> Iterable[Node]:
         """Return the nodes that backward must have before it can have ``node``."""
@@ -309,7 +315,7 @@ class Replay:
             return () if self._has_copy(cast.x) else (cast.x,)
         if self.step.needs_no_saving(node) or node in self.kept:
             return ()
-        return node.all_input_nodes
+        return self.step.operands[node]
 
     def _supply(self, node: Node, reader: Node) -> int:
         source = self.step.undecoded(node)
@@ -331,7 +337,7 @@ class Replay:
                 return copy
             return self._append(Item(form.kernel, result_bytes(node), [copy]), reader, node)
         self.repeated.append((node, reader))
-        return self._add(node, [self.read_from[n] for n in node.all_input_nodes], reader, is_repeat=True)
+        return self._add(node, [self.read_from[n] for n in self.step.operands[node]], reader, is_repeat=True)
 
     def _has_copy(self, node: Node) -> bool:
         return node in self.kept and self.kept[node].format is not None

@@ -5,6 +5,7 @@ A tensor in memory (`loops`) is live from the node that writes it to the last no
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -34,42 +35,42 @@ class Timeline:
         loops = Loops(self.items)
         self._readers, self._returned, self._in_memory = loops.readers, loops.returned, loops.in_memory
         reads = loops.reads
-        run = [p for p in range(len(self.items)) if self._in_memory[p] and self._maker(p) == p]
-        halves = [p for p in run if p < self.border], [p for p in run if p >= self.border]
+        pieces = {p: item.reads[0] for p, item in enumerate(self.items) if item.kind is Kind.PIECE and item.reads}
+        run = [p for p, is_in_memory in enumerate(self._in_memory) if is_in_memory and p not in pieces]
+        self._made_by = {p: [p] for p in run}
+        """The items that each item's kernel writes: one kernel writes all pieces of its result."""
+        for piece, maker in pieces.items():
+            if maker in self._made_by:
+                self._made_by[maker].append(piece)
+        self.split = bisect_left(run, self.border)
+        halves = run[: self.split], run[self.split :]
         kept = {p for p in halves[0] if self.items[p].is_stored or self._returned[p]}
-        self.split = len(halves[0])
         self.order = [*self._ordered(halves[0], reads, kept), *self._ordered(halves[1], reads, set())]
         self._fill(reads)
 
-    def _maker(self, position: int) -> int:
-        """Return the item whose kernel writes an item's memory; one kernel writes all pieces of its result."""
-        item = self.items[position]
-        return item.reads[0] if item.kind is Kind.PIECE and item.reads else position
-
-    def _made_by(self, position: int) -> list[int]:
-        pieces = (r for r in self._readers[position] if self._maker(r) == position)
-        return [position, *pieces]
-
     def _ordered(self, half: Sequence[int], reads: Sequence[Collection[int]], kept: Collection[int]) -> list[int]:
-        at = {made: i for i, position in enumerate(half) for made in self._made_by(position)}
+        at = {made: i for i, position in enumerate(half) for made in self._made_by[position]}
         returned = {p for p in at if self._returned[p]} | {*kept}
+        size = [item.bytes for item in self.items]
         kernels = [
             Kernel(
-                {str(m): self.items[m].bytes for m in self._made_by(p)},
-                {str(r): self.items[r].bytes for r in reads[p]},
+                {m: size[m] for m in self._made_by[p]},
+                {r: size[r] for r in reads[p]},
                 frozenset(at[r] for r in (*reads[p], *self._overwrites(p)) if r in at),
             )
             for p in half
         ]
-        order, names = saving_order(kernels), frozenset(map(str, returned))
+        order = saving_order(kernels)
         waits = any(max(kernel.after, default=-1) > i for i, kernel in enumerate(kernels))
-        is_better = waits or peak_bytes(kernels, order, names) < peak_bytes(kernels, range(len(kernels)), names)
+        is_better = waits or peak_bytes(kernels, order, returned) < peak_bytes(kernels, range(len(kernels)), returned)
         return [half[i] for i in (order if is_better else range(len(half)))]
 
     def _overwrites(self, position: int) -> set[int]:
         """Return the kernels that read the tensor that an item overwrites, through views and their own loops."""
         written = self.items[position].writes
-        found, stack = set[int](), [] if written is None else [*self._readers[written]]
+        if written is None:
+            return set()
+        found, stack = set[int](), [*self._readers[written]]
         while stack:
             reader = stack.pop()
             if self._in_memory[reader]:
@@ -80,7 +81,7 @@ class Timeline:
 
     def _fill(self, reads: Sequence[Collection[int]]) -> None:
         end = len(self.order)
-        time = {made: t for t, position in enumerate(self.order) for made in self._made_by(position)}
+        time = {made: t for t, position in enumerate(self.order) for made in self._made_by[position]}
         last = dict(time)
         for position, t in time.items():
             for read in reads[position]:
