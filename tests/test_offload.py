@@ -24,7 +24,7 @@ from fxprec.kernels.host import WAIT_OFFLOAD
 from fxprec.passes import choose_crossings
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.replay.loops import Loops
-from fxprec.passes.analysis.replay.step import Replay
+from fxprec.passes.analysis.replay.replay import Replay
 from fxprec.plan.explain import peak_lines
 from fxprec.report.compare import differences
 

@@ -24,7 +24,7 @@ from fxprec.driver.wrappers import Run, entered
 from fxprec.passes import pipeline
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import JointGraph
-from fxprec.passes.analysis.replay.step import drawn
+from fxprec.passes.analysis.replay.replay import drawn
 from fxprec.passes.analysis.saved_bytes import as_partitioned, copied_inputs, partitioned_size, read_by_backward
 from fxprec.passes.analysis.sizes import budget_note, ranges_of
 from fxprec.passes.analysis.tag_backward import tag_backward

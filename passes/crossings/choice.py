@@ -1,7 +1,7 @@
 """Choose which values to keep, narrow or recompute, so that a step takes the least time within a memory bound.
 
 Which tensors are live at a moment depends on the choice. So bounds are added one by one: choose (`problem`), replay the
-step (`step.Replay`), add a row for each moment above the budget with the live bytes of the replay, and choose again.
+step (`replay.Replay`), add a row for each moment above the budget with the live bytes of the replay, and choose again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from torch.fx import Node
 
 from fxprec.passes.analysis.replay.kernels import Kind, kind_of, result_bytes
-from fxprec.passes.analysis.replay.step import Replay
+from fxprec.passes.analysis.replay.replay import Replay
 from fxprec.passes.analysis.ways import Form, Way
 from fxprec.passes.budget_part import Bound
 from fxprec.passes.crossings.checkpoints import checkpoints

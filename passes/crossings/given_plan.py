@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from fxprec.errors import PlanError
 from fxprec.passes.analysis.replay.kernels import can_repeat
-from fxprec.passes.analysis.replay.step import Replay
+from fxprec.passes.analysis.replay.replay import Replay
 from fxprec.passes.analysis.ways import Demand, Form
 from fxprec.passes.base import GivenPeak, Work
 from fxprec.passes.crossings.choice import Fit

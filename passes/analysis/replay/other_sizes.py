@@ -13,7 +13,7 @@ import torch
 from sympy import Symbol
 from torch.fx import Graph
 
-from fxprec.passes.analysis.replay.step import Replay
+from fxprec.passes.analysis.replay.replay import Replay
 from fxprec.passes.analysis.sizes import Ranges, evaluated, ranges_of, traced, used_in, where_all_fit
 from fxprec.passes.notice import readable
 
