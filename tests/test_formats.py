@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
+import pickle
 from collections.abc import Callable
 
 import ml_dtypes
@@ -190,3 +192,11 @@ def test_frozen_and_hashable() -> None:
         formats.BF16.bias = 1  # type: ignore[misc]
     assert len({Format(5, 2), formats.HFP8_152, formats.E5M2}) == 2
     assert math.isfinite(formats.FP32.largest)
+
+
+def test_a_format_pickles_alike_whatever_was_asked_of_it() -> None:
+    asked, fresh = (Format(4, 3, specials="fn") for _ in range(2))
+    before = pickle.dumps(fresh)
+    assert (asked.largest, asked.smallest_normal) == (448.0, 2.0**-6)
+    assert pickle.dumps(asked) == before
+    assert pickle.loads(before) == copy.deepcopy(asked) == asked

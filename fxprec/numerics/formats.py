@@ -72,6 +72,10 @@ class Format:
         self._check_codes()
         self._check_range()
 
+    def __reduce__(self) -> tuple[type[Format], tuple[object, ...]]:
+        """Leave out what is cached, so that equal formats pickle alike: pickles are parts of cache keys."""
+        return Format, (self.exponent_bits, self.mantissa_bits, self.bias, self.specials, self.overflow)
+
     def _check_codes(self) -> None:
         if self.specials == "ieee" and (self.exponent_bits < 2 or self.mantissa_bits < 1):
             raise FormatError(
