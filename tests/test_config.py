@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fxprec
 from fxprec.config import ALLOWED, Config, Settings
 from fxprec.config.grad_scaling import GradScaling
 from fxprec.config.recipes import RECIPES, Recipe, find_recipe
@@ -75,6 +77,35 @@ def test_format_of_follows_the_role_table():
 )
 def test_storage_is_native_exactly_where_torch_has_every_dtype(options, storage):
     assert Settings.of(Config(**options)).storage == storage
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"storage": "simulate"}, "and storage='simulate' gives them rounded ones; leave storage out, or leave"),
+        ({"recipe": "hfp8"}, ", the default where torch has no dtype for 1-6-9, .*; give storage='packed', or leave"),
+        ({"recipe": "hfp8", "storage": "simulate"}, "gives them rounded ones; choose storage='packed', or leave"),
+        ({"accumulator": "1-6-9"}, "storage='simulate', which accumulator needs, gives .*; leave accumulator out, or"),
+    ],
+)
+@pytest.mark.parametrize("budget", ["peak_budget", "step_budget"])
+def test_a_budget_is_refused_where_the_storage_in_force_stores_no_copies(budget, options, words):
+    """Without ``storage=`` a peak budget was accepted, and no plan was bound by it."""
+
+    def made():
+        if budget == "peak_budget":
+            return Config(**options, peak_budget="60%")
+        optimizer = fxprec.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        return fxprec.Backend(Config(**options), optimizer=optimizer, step_budget="1MiB")
+
+    with pytest.raises(ConfigError, match=f"^{budget} bounds what a step holds .*{words} .*{budget} out$"):
+        made()
+
+
+def test_a_block_format_is_refused_beside_an_accumulator():
+    words = "storage='simulate' stores no copies"
+    with pytest.raises(ConfigError, match=words):
+        Config(recipe="fp8+int4", accumulator="1-6-9")
 
 
 def test_the_default_ratio_applies_only_where_something_can_be_low():

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from fxprec.config import checks
 from fxprec.config.accumulator import Accumulator, find_accumulator
 from fxprec.config.checks import one_of
-from fxprec.config.contradictions import check_storage, refuse_contradictions, without_dtype
+from fxprec.config.contradictions import check_storage, refuse_contradictions, storage_in_force
 from fxprec.config.grad_scaling import NAMED, GradScaling, LossScaling, Scaling
 from fxprec.config.processor import EXAMPLES, Processor
 from fxprec.config.recipes import ALLOWED_RECIPES, Recipe, find_recipe
@@ -317,5 +317,5 @@ def _refuse_blocks(config: Config, recipe: Recipe) -> None:
     said = f"recipe.saved is {recipe.saved.name}, a format for copies of low tensors that only backward reads, and "
     if recipe.lo_forward == recipe.hi:
         raise ConfigError(f"{said}recipe {recipe.name!r} has no low tensors; use it with fp8, as 'fp8+int4'")
-    if config.storage == "simulate" or (config.storage is None and without_dtype(recipe)):
+    if storage_in_force(config, recipe) == "simulate":
         raise ConfigError(f"{said}storage='simulate' stores no copies; use storage='native' or storage='packed'")

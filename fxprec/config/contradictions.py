@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fxprec.config.recipes import Recipe
+from fxprec.config.recipes import Recipe, find_recipe
 from fxprec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fxprec.config.config import Config
+    from fxprec.config.config import Config, Storage
 
 
 def without_dtype(recipe: Recipe) -> list[str]:
     """Return the names of a recipe's formats that torch has no dtype for."""
     return [fmt.name for fmt in recipe.formats if fmt.torch_dtype is None]
+
+
+def storage_in_force(config: Config, recipe: Recipe) -> Storage:
+    """Return the given storage; without one, simulate where the options can only be simulated, else native."""
+    return config.storage or ("simulate" if config.accumulator is not None or without_dtype(recipe) else "native")
 
 
 def check_storage(storage: str, recipe: Recipe) -> None:
@@ -38,7 +43,7 @@ def refuse_contradictions(config: Config) -> None:
             "hardware's own accumulators; use storage='simulate' or leave accumulator out"
         )
     if config.peak_budget is not None:
-        _refuse_with_peak(config)
+        _refuse_with_budget(config, "peak_budget")
     goals = ("low_ratio", "activation_budget", "plan")
     given = [name for name in goals if getattr(config, name) is not None]
     if len(given) > 1:
@@ -47,31 +52,43 @@ def refuse_contradictions(config: Config) -> None:
         )
 
 
-def refuse_ways_without_budget(config: Config, step_budget: int | None) -> None:
-    """Raise `ConfigError` for ways to meet a budget without a budget of the peak or of the step."""
-    if config.ways is not None and config.peak_budget is None and step_budget is None:
+def refuse_beside_step_budget(config: Config, step_budget: int | None) -> None:
+    """Raise `ConfigError` for an option that contradicts the step budget, and for ``ways`` to meet no budget."""
+    if step_budget is not None:
+        _refuse_with_budget(config, "step_budget")
+    elif config.ways is not None and config.peak_budget is None:
         raise ConfigError(
             "ways says how a peak budget is met, and no peak_budget is given; give peak_budget or step_budget too, or "
             "leave ways out"
         )
 
 
-def _refuse_with_peak(config: Config) -> None:
+def _refuse_with_budget(config: Config, budget: str) -> None:
+    """Raise `ConfigError` for an option that contradicts ``budget``, the name of the option that bounds the peak."""
     for name, why in (
-        ("activation_budget", "bounds what is saved for backward, which peak_budget does too"),
-        ("plan", "says how each value is kept, which peak_budget decides too"),
+        ("activation_budget", f"bounds what is saved for backward, which {budget} does too"),
+        ("plan", f"says how each value is kept, which {budget} decides too"),
     ):
         if getattr(config, name) is not None:
-            raise ConfigError(
-                f"peak_budget and {name} are both given, and {name} {why}; keep one of them, drop the other"
-            )
+            raise ConfigError(f"{budget} and {name} are both given, and {name} {why}; keep one of them, drop the other")
     if "offload" in (config.ways or ()) and config.mode in ("reduce-overhead", "max-autotune"):
         raise ConfigError(
             f"ways has 'offload', and mode={config.mode!r} records CUDA graphs, which cannot contain copies to host "
             "memory; choose mode='default' or 'max-autotune-no-cudagraphs', or leave 'offload' out"
         )
-    if config.storage == "simulate":
+    if storage_in_force(config, find_recipe(config.recipe)) == "simulate":
+        which, way = _why_simulated(config)
         raise ConfigError(
-            "peak_budget bounds what a step holds when operators read unrounded values, and storage='simulate' gives "
-            "them rounded ones; leave storage out, or leave peak_budget out"
+            f"{budget} bounds what a step holds when operators read unrounded values, and storage='simulate'{which} "
+            f"gives them rounded ones; {way}, or leave {budget} out"
         )
+
+
+def _why_simulated(config: Config) -> tuple[str, str]:
+    """Return why a config is simulated, as a relative clause, and what to do instead."""
+    missing = without_dtype(find_recipe(config.recipe))
+    if config.accumulator is not None:
+        return ", which accumulator needs,", "leave accumulator out"
+    if config.storage is None:
+        return f", the default where torch has no dtype for {', '.join(missing)},", "give storage='packed'"
+    return "", "choose storage='packed'" if missing else "leave storage out"

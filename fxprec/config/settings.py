@@ -8,7 +8,7 @@ from typing import Self
 
 from fxprec.config.accumulator import Accumulator, find_accumulator
 from fxprec.config.config import DEFAULT_WAYS, Config, Storage
-from fxprec.config.contradictions import without_dtype
+from fxprec.config.contradictions import storage_in_force
 from fxprec.config.grad_scaling import NAMED, Scaling
 from fxprec.config.processor import Processor
 from fxprec.config.recipes import Recipe, find_recipe
@@ -58,7 +58,7 @@ class Settings:
         recipe, accumulator = find_recipe(asked.recipe), find_accumulator(asked.accumulator)
         budget, scaling = asked.activation_budget, asked.grad_scaling
         assert not isinstance(budget, str), "stored in canonical form"
-        storage = asked.storage or ("simulate" if accumulator or without_dtype(recipe) else "native")
+        storage = storage_in_force(asked, recipe)
         return cls(
             asked=asked,
             recipe=recipe,

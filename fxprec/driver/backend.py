@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from fxprec import compat
 from fxprec.config import Config, Settings
 from fxprec.config.checks import byte_size
-from fxprec.config.contradictions import refuse_ways_without_budget
+from fxprec.config.contradictions import refuse_beside_step_budget
 from fxprec.config.grad_scaling import LossScaling
 from fxprec.driver import capture, saved_state
 from fxprec.driver.compiled import CompileReport
@@ -77,7 +77,7 @@ class Backend(Watched):
         WATCH.keep(self)  # here, because Dynamo may leave a frame uncompiled before it calls the backend
         self.config = config or Config()
         whole = byte_size("step_budget", step_budget)
-        refuse_ways_without_budget(self.config, whole)
+        refuse_beside_step_budget(self.config, whole)
         if whole is not None:
             from fxprec.driver.step_budget import refuse_beside  # imported here: few runs need it
 

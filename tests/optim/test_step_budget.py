@@ -243,7 +243,7 @@ def test_a_graph_break_is_refused() -> None:
         ({"optimizer": None}, "no optimizer is given; give option optimizer too"),
         ({"peak_budget": "50%"}, "step_budget and peak_budget are both given"),
         ({"step_budget": "much"}, "step_budget is 'much', which is not a size"),
-        ({"activation_budget": "1MiB"}, "activation_budget"),
+        ({"activation_budget": "1MiB"}, "^step_budget and activation_budget are both given"),
     ],
 )
 def test_what_a_step_budget_cannot_stand_beside_is_refused(options: dict[str, Any], why: str) -> None:
