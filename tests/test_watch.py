@@ -256,6 +256,22 @@ def test_an_option_that_does_nothing_says_so():
         train(network(), steps=1, recipe="fp32", watch_every=5, lowering="auto", strict=True)
 
 
+def test_a_watched_step_moves_parameters_once_where_backward_steps_them():
+    """Watching runs backward a second time, and stepped the parameters outside of it: an IndexError."""
+    weights = []
+    for watch_every in (None, 1):
+        model = network()
+        optimizer = fxprec.optim.SGD(model.parameters(), lr=0.1)
+        config = fxprec.Config(recipe="hfp8", lowering="eager", watch_every=watch_every)
+        compiled = torch.compile(model, backend=fxprec.Backend(config, optimizer=optimizer))
+        for step in range(2):
+            compiled(torch.randn(16, 16, 32, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
 class Shifts(nn.Module):
     """Stores nothing for backward, and multiplies nothing."""
 

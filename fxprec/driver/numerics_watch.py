@@ -22,6 +22,7 @@ from fxprec.driver.record import EveryNth, RecordedHalf
 from fxprec.driver.rounding_bias import cast_bias
 from fxprec.driver.wrappers import Run
 from fxprec.ir.symbolic import CorrectScales, Quantize
+from fxprec.kernels.updates import ApplyUpdate
 from fxprec.numerics.bias import Bias
 from fxprec.numerics.blocks import find
 from fxprec.passes.analysis.attention import Attention, attentions
@@ -216,6 +217,8 @@ class _Walk(Interpreter):
     def run_node(self, n: Node) -> Any:
         if n.target in MUTATIONS and input_at(n, 0).op == "placeholder":
             return self.fetch_args_kwargs_from_env(n)[0][1]  # without writing to the model's tensor
+        if n.target is ApplyUpdate.target:
+            return torch.empty(0)  # the compiled half steps the parameter
         if n.target is Quantize.target:
             self._inputs[n] = self.fetch_args_kwargs_from_env(n)[0]
         attention = self.watched.attentions.get(n)
