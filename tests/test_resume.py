@@ -130,6 +130,31 @@ def test_a_state_takes_the_place_of_a_calibration_under_way() -> None:
     assert not any("calibration step" in event.detail for event in resumed.backend.events)
 
 
+@pytest.mark.parametrize("how", ["resumed", "reset", "evaluated"])
+def test_what_the_calibration_step_measured_is_kept_before_the_next_step_plans(how: str) -> None:
+    """The plan was made when the next step began, so a state between the two had none: a resumed run measured anew."""
+    options = {"policy": "exact", "low_ratio": 0.5}
+    first, again = Training("packed", **options), Training("packed", **options)
+    whole = first.run(0, 3)
+    again.run(0, 1)
+    if how == "resumed":
+        state, before = again.save(), again
+        again = Training("packed", **options)
+        again.load(before, state)
+    elif how == "reset":
+        torch.compiler.reset()
+    else:
+        with torch.no_grad():
+            again.compiled(torch.randn(32, 16))
+        training, evaluation = again.backend.all_plans
+        assert training is not None
+        assert evaluation is not None
+        assert evaluation.low_groups == training.low_groups != frozenset()
+    found = again.run(1, 3)
+    assert all(torch.equal(a, b) for a, b in zip(found, whole[1:], strict=True))
+    assert again.backend.plans == first.backend.plans
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("when", ["before compilation", "after compilation"])
 def test_a_distributed_checkpoint_loads_into_a_fresh_backend(when: str, tmp_path: Path) -> None:

@@ -266,16 +266,15 @@ class PlannedGraph:
             graph._settle(steps=0)
         if not self.is_training:
             for graph in self._model.training_of(self):  # to evaluate alike whether or not state was saved
+                graph.finish_calibration()
                 if graph.controller is not None:
                     graph.controller.catch_up()
         self._settle(steps=1)
 
     def _settle(self, *, steps: int) -> None:
         """Apply the statistics of earlier steps, which may recompile, then count ``steps``. Not for a recomputation."""
-        calibration, lowering = self.compiler.calibration, self.compiler.lowering
-        if self.compiled.is_calibration and calibration is not None and calibration.is_complete:
-            self.compile_again("planned from the calibration step", None)
-        controller = self.controller
+        self.finish_calibration()
+        controller, lowering = self.controller, self.compiler.lowering
         if controller is None:
             return
         controller.settle()
@@ -289,6 +288,12 @@ class PlannedGraph:
         if lowering.is_stale:
             lowering.is_stale = False
             self.compile_again("without kernels that failed", controller.plan)
+
+    def finish_calibration(self) -> None:
+        """Plan from the calibration step and compile, if that step's backward has run."""
+        calibration = self.compiler.calibration
+        if self.compiled.is_calibration and calibration is not None and calibration.is_complete:
+            self.compile_again("planned from the calibration step", None)
 
     def peak_with_points(self) -> PeakBytes | None:
         """Return the plan's peak bytes, with those under other budgets. None for a given plan or without a peak."""
@@ -319,7 +324,8 @@ class PlannedGraph:
                 self.compiled = replace(usual, plan=self.plan)
 
     def state_dict(self) -> GraphState | None:
-        """Return plain data, with the graph's identity; None during calibration."""
+        """Return plain data, with the graph's identity; None before the calibration step has measured."""
+        self.finish_calibration()  # as the next step would: a resumed run measures nothing
         if self.controller is None:
             return None
         return {"graph": self.captured.identity.to_dict(), **self.controller.state_dict()}

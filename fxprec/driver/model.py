@@ -88,6 +88,8 @@ class Model:
         Raises `PlanError` if the loaded state belongs to another graph.
         """
         identity = captured.identity
+        for graph in () if identity.is_training else self.live:
+            graph.finish_calibration()  # evaluation follows the plans of training
         dropped = saved_state.likeliest(identity, self._dropped, lambda g: g.captured.identity)
         old = next(iter(dropped), None)
         waiting = self._waiting.fitting(identity, [g.captured.identity for g in self.all])
