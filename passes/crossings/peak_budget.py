@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
+
 from torch.fx import Node
 
 from fxprec.config.settings import PeakBudget
@@ -9,6 +12,7 @@ from fxprec.errors import BudgetError
 from fxprec.passes.analysis.joint import is_view_or_cast
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.base import Work
+from fxprec.passes.budget_part import Bound
 from fxprec.passes.crossings.best_of import BestOf
 from fxprec.passes.crossings.choice import Chooser, Fit
 from fxprec.passes.crossings.costs import Rates
@@ -21,6 +25,7 @@ from fxprec.plan.lines import place
 from fxprec.plan.rows import PeakBytes, PeakPoint
 
 _MOMENTS = 40  # moments in the plan for each point of the curve
+_AGAIN = 4  # searches for a budget that an error may name
 
 
 def within_budget(work: Work, needs: Needs, goal: PeakBudget, progress: Progress) -> tuple[Fit, PeakBytes]:
@@ -39,10 +44,14 @@ def within_budget(work: Work, needs: Needs, goal: PeakBudget, progress: Progress
     bound = part.bound(budget, free)
     fit = fits[-1] if part.is_provisional else chooser.within(bound)
     if fit is None or fit.excess(bound) > 0:
-        fit = min((chooser.least(), *fits), key=lambda fit: fit.peak)
+        found = (chooser.least(), *fits)  # the curve's fits may meet a bound on what waits, which `within` missed
+        fit = min(found, key=lambda fit: (max(fit.excess(bound), 0), fit.seconds))
         if fit.excess(bound) > 0:
+            if not part.shares:
+                fit = _reached(fit, needs, rates, work.settings.ways)
             whole = everything if part.budget is None else 0
-            raise _out_of_reach(budget, fit.peak + part.beside + part.beyond, free, work, fit, whole)
+            least = budget - free + math.ceil(fit.excess(bound))
+            raise _out_of_reach(budget, least, free, work, fit, whole)
     unsited = {node: form for node, form in fit.replay.kept.items() if node not in needs.rows}
     seconds = rates.step(needs.step)
     peak = PeakBytes(
@@ -60,6 +69,20 @@ def within_budget(work: Work, needs: Needs, goal: PeakBudget, progress: Progress
         points=tuple(_point(found, seconds) for found in (high, *fits)) if fits else (),
     )
     return fit, peak
+
+
+def _reached(fit: Fit, needs: Needs, rates: Rates, ways: Collection[str]) -> Fit:
+    """Return a choice whose peak a search within that peak reaches, so that it can be given as the budget."""
+    for _ in range(_AGAIN):
+        chooser = BestOf.of(needs, rates, ways)
+        bound = Bound(fit.peak)
+        found = chooser.within(bound)
+        if found is None or found.excess(bound) > 0:
+            found = chooser.least()
+        if found.excess(bound) <= 0:
+            break
+        fit = found
+    return fit
 
 
 def _point(fit: Fit, seconds: float) -> PeakPoint:
@@ -80,7 +103,7 @@ def _out_of_reach(budget: int, least: int, free: int, work: Work, fit: Fit, whol
         ways.append(f"choose a recipe with a low format ({work.settings.recipe.name!r} has none)")
     asked = readable(budget) + (f", {readable(free)} of it left free for libraries" if free else "")
     if whole:
-        asked += f", {100 * budget // whole} % of the {_short(whole)} that the step holds with everything saved"
+        asked += f", {100 * budget / whole:.0f} % of the {_short(whole)} that the step holds with everything saved"
     found = f"the lowest peak found is {readable(least)}, which includes {held.said()}"
     return BudgetError.of_peak(asked, found, enough, budget_text(enough, 0 if free else whole), ways)
 
