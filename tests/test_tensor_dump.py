@@ -57,6 +57,19 @@ def line(folder, name, step=1):
     return rows[0]
 
 
+def test_a_dynamic_batch_stays_dynamic(tmp_path):
+    """Comparing a symbolic number of elements with the traced one fixed the batch: torch's ConstraintViolationError."""
+    torch.compiler.reset()
+    config = fxprec.Config(recipe="fp8", lowering="eager", dump=tmp_path, dump_tensors=("*",), dump_every=1)
+    call = torch.compile(Net(), backend=fxprec.Backend(config))
+    for rows in (64, 48):
+        x = torch.randn(rows, 16)
+        torch._dynamo.mark_dynamic(x, 0)
+        call(x).square().sum().backward()
+    assert len(fxprec.backend_of(call).plans) == 1
+    assert {row["step"] for row in read_tensors(tmp_path / "graph-0")} == {1, 2}
+
+
 @pytest.mark.parametrize(
     ("lowering", "options"),
     [

@@ -27,7 +27,7 @@ from fxprec.errors import ConfigError
 from fxprec.ir.symbolic import Quantize
 from fxprec.passes.analysis.dumped_tensors import CARRIED_META, dumped_in
 from fxprec.passes.analysis.inputs import GraphInput
-from fxprec.passes.analysis.joint import results_of
+from fxprec.passes.analysis.joint import numel_hint, results_of
 from fxprec.passes.analysis.ops import MUTATIONS
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.plan import Site
@@ -190,7 +190,7 @@ def _casts(graph: Graph, sites: Mapping[CountedTensor, Site | None]) -> dict[Cou
     """Return the node that is stored for each forward tensor: it may have a mean subtracted, or its signs kept."""
     stored = {cast.row: cast.x for _, cast in Quantize.among(graph.nodes)}
     found = {t: stored.get(s.id) for t, s in sites.items() if s is not None and s.direction == "forward"}
-    return {t: node for t, node in found.items() if node is not None and node.meta["val"].numel() == t.elements}
+    return {t: node for t, node in found.items() if node is not None and numel_hint(node.meta["val"]) == t.elements}
 
 
 class WatchedHalf:
