@@ -35,14 +35,16 @@ class WeighGemms(Pass):
         else:
             work.answers = tuple(_answer(op, gpu, work, given.get(i)) for i, op in enumerate(work.grouped.gemms))
         if work.settings.asked.gemms == "low":
-            _notice_high(work)
+            only = "only GEMMs on a GPU multiply codes" if gpu is None else "storage='simulate' stores no codes"
+            _notice_high(work, "" if gpu is not None and self.multiplies_codes else f"{only}; leave gemms out")
 
 
-def _notice_high(work: Work) -> None:
+def _notice_high(work: Work, why: str) -> None:
+    """Notice GEMMs that multiply no codes. ``why``: of all of them, else "" for the first one's own reason."""
     high = [a for a in work.answers if not a.pays]
     if high:
-        detail = f"gemms='low', but {len(high)} of {len(work.answers)} GEMMs decode their operands: {high[0].why}"
-        work.notices.append(Notice("weigh-gemms", detail))
+        said = f"gemms='low', but {len(high)} of {len(work.answers)} GEMMs decode their operands"
+        work.notices.append(Notice("weigh-gemms", f"{said}: {why or high[0].why}"))
 
 
 def _answer(op: Operator, gpu: Gpu, work: Work, given: bool | None) -> Answer:

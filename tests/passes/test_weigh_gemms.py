@@ -41,6 +41,13 @@ def test_nor_is_a_simulation() -> None:
     assert found == (Answer(None, "not estimated in simulation"),) * 2
 
 
+def test_codes_asked_for_on_a_cpu_are_said_to_need_a_gpu() -> None:
+    (notice,) = run_pass(NAME, linears(), torch.randn(16, 32), gemms="low").work.notices
+    assert notice.detail.endswith(
+        "2 of 2 GEMMs decode their operands: only GEMMs on a GPU multiply codes; leave gemms out"
+    )
+
+
 @pytest.mark.usefixtures("on_an_h100")
 @pytest.mark.parametrize(("word", "pays"), [("low", True), ("high", False)])
 def test_a_persons_word_goes_first(word: str, pays: bool) -> None:
