@@ -63,7 +63,8 @@ def _fxprec(program: Program) -> Callable[[Any], fxprec.Backend]:
 
 def _compared(program: Program, backend_for: Callable[[Any], Any]) -> Finding | None:
     try:
-        with _quiet():
+        with quick(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             found = _compiled_runs(program, backend_for(None))
     except fxprec.BudgetError:  # no plan meets it, and it says so
         return None
@@ -135,16 +136,15 @@ def reference(program: Program, batch: int, noise: Noise | None = None) -> dict[
         return run(program, module, module, torch.float64, batch)
 
 
-def in_a_line(error: BaseException) -> str:
-    """Return what was raised in one line, without Dynamo's wrapping."""
+def in_a_line(error: BaseException, most: int = 300) -> str:
+    """Return what was raised in one line of at most so many characters, without Dynamo's wrapping."""
     error = getattr(error, "inner_exception", error)
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+    return f"{type(error).__name__}: {lines[0][:most] if lines else ''}"
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without warnings, and without Dynamo's timing of its guards: it flushes the caches, a fifth of a case."""
-    with warnings.catch_warnings(), mock.patch.object(guards, "profile_guard_manager", return_value=0.0):
-        warnings.simplefilter("ignore")
+def quick() -> Iterator[None]:
+    """Without Dynamo's timing of its guards: it flushes the caches, a fifth of a case."""
+    with mock.patch.object(guards, "profile_guard_manager", return_value=0.0):
         yield
