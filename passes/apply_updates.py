@@ -45,6 +45,7 @@ def order_updates(forward: GraphModule, backward: GraphModule) -> None:
         awaited = {call.gradient, inputs[-1], *_made_in_loops(set(_readers(call.parameter)))}
         max(awaited & order.keys(), key=order.__getitem__).append(update)
     set_results(graph, [None if node in updates else node for node in results_of(graph)])
+    compat.forget_mutation_regions(graph)
     graph.lint()
     backward.recompile()
 

@@ -80,6 +80,7 @@ from fxprec.compat.inductor import code_keyed_by as code_keyed_by
 from fxprec.compat.inductor import compile_fx as compile_fx
 from fxprec.compat.inductor import compile_fx_inner as compile_fx_inner
 from fxprec.compat.inductor import decompositions as decompositions
+from fxprec.compat.inductor import forget_mutation_regions as forget_mutation_regions
 from fxprec.compat.inductor import hand_on_inputs as hand_on_inputs
 from fxprec.compat.inductor import lies_in_memory as lies_in_memory
 from fxprec.compat.inductor import makes_cuda_graphs as makes_cuda_graphs

@@ -63,6 +63,16 @@ def writes_after_reading(writes: object) -> None:
         lowering.register_lowering(writes, type_promotion_kind=None)(write)
 
 
+def forget_mutation_regions(graph: Graph) -> None:
+    """Make Inductor find anew between which writes each node lies; call this after a write is moved.
+
+    Its patterns join nodes of one region only, for instance a product and a sum. Nodes keep the regions that they had
+    in the joint graph, where all writes are at the end.
+    """
+    for node in graph.nodes:
+        node.meta.pop("mutation_region_id", None)
+
+
 def lies_in_memory(keeps: object) -> None:
     """Make Inductor store the result of ``keeps(x)`` in its own buffer, which is not part of another buffer."""
     from torch._inductor import lowering
