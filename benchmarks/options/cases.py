@@ -102,6 +102,7 @@ def drawn(pick: random.Random) -> Case:
     with_budget = case.keys() & {"peak_budget", "step_budget", "ways"}
     needed = {
         "dump": ("folder", case.keys() & {"dump_tensors", "dump_every", "dump_limit"}),
+        "dump_tensors": (("*",), case.keys() & {"dump_every", "dump_limit"}),
         "weights": ("bfloat16", case["recipe"] == "bf16-pure"),
         "peak_budget": (pick.choice(OPTIONS["peak_budget"][1:]), with_budget == {"ways"}),
         "storage": ("packed" if case["recipe"] in ("near", "hfp8") else "native", with_budget),

@@ -42,6 +42,12 @@ def refuse_contradictions(config: Config) -> None:
             f"accumulator simulates sums that no hardware computes, and storage={config.storage!r} runs GEMMs on the "
             "hardware's own accumulators; use storage='simulate' or leave accumulator out"
         )
+    for name in ("dump_every", "dump_limit"):
+        if getattr(config, name) is not None and config.dump_tensors is None:
+            raise ConfigError(
+                f"{name} is about the tensors that dump_tensors names, which is not given; give dump_tensors=('*',) for "
+                f"all of them, or leave {name} out"
+            )
     if config.peak_budget is not None:
         _refuse_with_budget(config, "peak_budget")
     goals = ("low_ratio", "activation_budget", "plan")
