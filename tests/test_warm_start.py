@@ -58,7 +58,7 @@ OTHER: list[dict[str, Any]] = [
     {"policy": "uniform"},
     {"low_ratio": 0.5},
     {"activation_budget": 1000},
-    {"peak_budget": "60%"},
+    {"peak_budget": "60%", "storage": "packed"},
     {"keep_high": ("linear",)},
     {"promote_above": 0.5},
     {"grad_scaling": fxprec.GradScaling(interval=7)},
