@@ -198,7 +198,7 @@ def test_a_pattern_that_matches_nothing_teaches(pattern, words, tmp_path, recwar
         ({"dump_tensors": (":output",)}, "dump_tensors pattern ':output' names no module or tensor; write '*:output'"),
         ({"dump_every": 0}, "dump_every is 0; give it an int of at least 1"),
         ({"dump_every": 2}, "dump_every is about the tensors that dump_tensors names, and none is named; give"),
-        ({"dump_limit": "1GiB", "dump": "d"}, "of them, or leave dump_limit out"),
+        ({"dump_limit": "1GiB", "dump": "d"}, "for all of them, or leave dump_limit out"),
         ({"dump_limit": -1}, "dump_limit is -1, not positive"),
         ({"dump_limit": False}, "dump_limit is False"),
         (

@@ -45,8 +45,8 @@ def refuse_contradictions(config: Config) -> None:
     for name in ("dump_every", "dump_limit"):
         if getattr(config, name) is not None and config.dump_tensors is None:
             raise ConfigError(
-                f"{name} is about the tensors that dump_tensors names, and none is named; give dump_tensors=('*',) for all "
-                f"of them, or leave {name} out"
+                f"{name} is about the tensors that dump_tensors names, and none is named; give dump_tensors=('*',) for "
+                f"all of them, or leave {name} out"
             )
     if config.peak_budget is not None:
         _refuse_with_budget(config, "peak_budget")
