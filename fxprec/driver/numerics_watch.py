@@ -218,7 +218,7 @@ class _Walk(Interpreter):
         if n.target in MUTATIONS and input_at(n, 0).op == "placeholder":
             return self.fetch_args_kwargs_from_env(n)[0][1]  # without writing to the model's tensor
         if n.target is ApplyUpdate.target:
-            return torch.empty(0)  # the compiled half steps the parameter
+            return self.fetch_args_kwargs_from_env(n)[0][1].new_empty(0)  # the compiled half steps the parameter
         if n.target is Quantize.target:
             self._inputs[n] = self.fetch_args_kwargs_from_env(n)[0]
         attention = self.watched.attentions.get(n)
