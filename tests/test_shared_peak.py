@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import fxprec
 from benchmarks.memory.measure import peak_bytes
 from benchmarks.memory.pairs import loops_left_out
+from benchmarks.options.training import Tripled
 from fxprec.passes.crossings.shared_budget import SharedBudget
 from fxprec.plan import PeakPoint
 from fxprec.report.dump_folder import DumpFolder
@@ -197,20 +198,6 @@ def test_a_dump_says_that_other_graphs_follow(tmp_path: Path) -> None:
     assert [p.seconds for p in peak.points[1:]] == sorted(p.seconds for p in peak.points[1:])
     assert all(max(map(sum, p.live)) == p.peak for p in peak.points), "what is drawn is what is said"
     assert 2 <= len(peak.points) <= 8
-
-
-class Tripled(torch.autograd.Function):
-    """tanh, with a gradient three times its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x.tanh())
-        return x.tanh()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return 3 * g * (1 - y * y)
 
 
 class Short(nn.Module):

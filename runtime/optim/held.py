@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from fxprec.runtime.optim import states
 from fxprec.runtime.optim.local import in_order_of, is_permuted, local
-from fxprec.runtime.optim.rule import Rule, scale_name
+from fxprec.runtime.optim.options import rule_of
+from fxprec.runtime.optim.rule import Algorithm, Rule, scale_name
 
 
 def hold(rule: Rule, name: str, param: Tensor, state: dict[str, Any]) -> None:
@@ -108,7 +109,7 @@ def for_state_dict(param: Tensor, state: Mapping[str, Any]) -> Mapping[str, Any]
     return {name: plain(name, param, state) for name in state if name not in own} if own else state
 
 
-def saved_states(
+def _saved_states(
     state_dict: Mapping[str, Any], groups: list[dict[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], Tensor, Mapping[str, Any]]]:
     """Yield (group, parameter, saved state) for each parameter that has a state in a state dict."""
@@ -116,3 +117,21 @@ def saved_states(
         for number, param in zip(saved["params"], group["params"], strict=True):
             if number in state_dict["state"]:
                 yield group, param, state_dict["state"][number]
+
+
+def hold_saved(
+    state_dict: Mapping[str, Any],
+    groups: list[dict[str, Any]],
+    of: Mapping[Tensor, dict[str, Any]],
+    algorithm: Algorithm,
+) -> None:
+    """Hold saved averages in their group's form, in the states ``of`` parameters.
+
+    They are read from ``state_dict``, because torch.optim has converted its own copy to the weights' dtype.
+    """
+    for group, param, saved in _saved_states(state_dict, groups):
+        rule, state = rule_of(group, algorithm, param.dtype), of[param]
+        for name in rule.averages if rule.states is not None else ():
+            if saved.get(name) is not None:
+                state[name] = saved[name].to(param.device)
+                hold(rule, name, param, state)

@@ -19,7 +19,7 @@ from fxprec.runtime.optim import guards, running, scalars, sums
 from fxprec.runtime.optim.applied import is_held
 from fxprec.runtime.optim.cancelled import By, CancelledRow, CancelledSteps, Counts, History, by_layer
 from fxprec.runtime.optim.clipping import Clipping
-from fxprec.runtime.optim.held import for_state_dict, hold, saved_states
+from fxprec.runtime.optim.held import for_state_dict, hold, hold_saved
 from fxprec.runtime.optim.local import local, place_of
 from fxprec.runtime.optim.options import check_group, check_one_norm, name_of, rule_of
 from fxprec.runtime.optim.rule import AUTO, LAST, Algorithm, Rule, States
@@ -374,10 +374,12 @@ class Stepper(Optimizer):
         super().load_state_dict(state_dict)
         try:
             self._adopt_saved(before[1])
-            self._hold_saved(state_dict)
+            hold_saved(state_dict, self.param_groups, self.state, self._algorithm)
         except Exception:
             self.state, self.param_groups = before
             raise
+        for state in self.state.values():
+            state.pop("update_counts", None)
         self.__dict__.pop("_cancelled_history", None)
 
     def _adopt_saved(self, before: list[dict[str, Any]]) -> None:
@@ -389,17 +391,6 @@ class Stepper(Optimizer):
                 group["states"] = own["states"]
             self._check_group(group, position)
         check_one_norm(self.param_groups)
-
-    def _hold_saved(self, state_dict: dict[str, Any]) -> None:
-        """Convert saved averages to the form in ``states``; torch.optim has converted them to the weights' dtype."""
-        for group, param, saved in saved_states(state_dict, self.param_groups):
-            rule, state = rule_of(group, self._algorithm, param.dtype), self.state[param]
-            for name in rule.averages if rule.states is not None else ():
-                if saved.get(name) is not None:
-                    state[name] = saved[name].to(param.device)
-                    hold(rule, name, param, state)
-        for state in self.state.values():
-            state.pop("update_counts", None)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
