@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 import torch
@@ -112,3 +112,21 @@ def test_a_call_is_read_when_its_turn_comes() -> None:
         nodes[1].replace_input_with(x, other)
         assert node is nodes[len(seen) - 1]
     assert seen == [x, other]
+
+
+@pytest.mark.parametrize("args", [(), ("x", "table", 0, "e4m3", "native", None, None, 1), ("x",)])
+def test_a_call_has_all_of_its_arguments_and_no_others(args):
+    with pytest.raises(TypeError, match="are no arguments of fxprec::quantize"):
+        Quantize(*args)
+    with pytest.raises(TypeError, match="are no arguments of fxprec::rescale"):
+        Rescale("g", "table", g="again")
+
+
+def test_a_call_is_a_value():
+    call = Rescale("g", "table", 3)
+    assert call == Rescale(table="table", row=3, g="g")
+    assert hash(call) == hash(Rescale("g", "table", 3))
+    assert call != replace(call, row=4) == Rescale("g", "table", 4)
+    assert repr(call) == "Rescale(g='g', table='table', row=3)"
+    with pytest.raises(FrozenInstanceError):
+        call.row = 4

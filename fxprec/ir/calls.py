@@ -1,4 +1,4 @@
-"""Declares fxprec's operators: the fields of a dataclass are the arguments, and are written down nowhere else.
+"""Declares fxprec's operators: the fields of a class are the arguments, and are written down nowhere else.
 
 The fields and their defaults give the schema that torch dispatches by, and the fake reads them by name. A reference or
 a kernel whose parameters differ is refused at import. ``Quantize.of(node)`` reads a node's arguments by name,
@@ -9,7 +9,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Protocol, Self, cast, get_args, get_origin, get_type_hints
+from dataclasses import FrozenInstanceError, dataclass
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Protocol,
+    Self,
+    cast,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from torch.fx import Graph, Node
@@ -60,9 +72,11 @@ class FakeCall(Protocol):
     def __getattr__(self, name: str) -> Any: ...
 
 
+@dataclass_transform(frozen_default=True)
 class Call:
     """A call of one of fxprec's operators. Subclasses are frozen dataclasses with a field for each argument, in order.
 
+    Their methods are here once. `dataclass` would compile them for each class.
     A subclass with ``op`` is an operator; a subclass without ``op`` holds fields that several operators share. ``fake``
     returns the result of a call whose tensors are fake; `implement` registers the implementation.
     """
@@ -80,6 +94,7 @@ class Call:
         returns: str = "Tensor",
         tags: Sequence[torch.Tag] = (),
     ) -> None:
+        dataclass(init=False, repr=False, eq=False)(cls)
         if not op:
             return
         assert fake is not None, f"fxprec::{op} has no fake"
@@ -90,6 +105,26 @@ class Call:
         torch.library.register_fake(f"fxprec::{op}", lambda *args: fake(cls.with_tensors(*args)))
         cls.target = getattr(torch.ops.fxprec, op).default
         _DECLARED[cls.target] = cls
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        given = {**dict(zip(self.kinds, args, strict=False)), **named}
+        values = {**self.defaults, **given}
+        is_whole = len(given) == len(args) + len(named) and len(values) == len(self.kinds)
+        if not is_whole or any(value is _REQUIRED for value in values.values()):
+            raise TypeError(f"{args} and {named} are no arguments of {self.target._schema}")
+        self.__dict__.update(values)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash((self.op, *self.__dict__.values()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.__dict__.items())})"
 
     @classmethod
     def with_tensors(cls, *args: Any) -> FakeCall:

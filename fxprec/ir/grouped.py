@@ -17,7 +17,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ def product_like(call: FakeCall) -> Tensor:
     return made
 
 
-@dataclass(frozen=True)
 class GroupedMm(Call, op="grouped_mm", fake=product_like):
     """Multiply the tokens of each group by the group's matrix, or by the same group's tokens of the other operand."""
 
@@ -59,7 +57,6 @@ def padded_rows(rows: int, groups: int, unit: int) -> int:
     return (rows + groups * (unit - 1) + unit - 1) // unit * unit
 
 
-@dataclass(frozen=True)
 class PadGroups(Call, op="pad_groups", fake=_padded):
     """Pad groups of rows so that each group begins at a multiple of ``unit``."""
 
@@ -68,7 +65,6 @@ class PadGroups(Call, op="pad_groups", fake=_padded):
     unit: int
 
 
-@dataclass(frozen=True)
 class PaddedEnds(Call, op="padded_ends", fake=lambda call: torch.empty_like(call.offs)):
     """Return where padded groups end."""
 

@@ -50,7 +50,6 @@ ATen's, or by kernels (`fxprec.kernels`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -94,7 +93,6 @@ def is_in_blocks(stored: Node | str) -> bool:
     return cast is not None and is_in_blocks(cast.format)
 
 
-@dataclass(frozen=True)
 class Stored(Call):
     """A cast to the format of a row of the table: the fields that all casts have."""
 
@@ -119,7 +117,6 @@ def codes_like(x: torch.Tensor, format: str, storage: str) -> torch.Tensor:
     return torch.empty_like(x, dtype=stored_dtype(fmt, storage))
 
 
-@dataclass(frozen=True)
 class Quantize(Stored, op="quantize", fake=lambda call: codes_like(call.x, call.format, call.storage)):
     """Multiply a tensor by its scale, round it to a format, and store the codes or carriers."""
 
@@ -133,7 +130,6 @@ def _decoded(call: FakeCall) -> object:
     return torch.empty_like(call.q, dtype=call.dtype)
 
 
-@dataclass(frozen=True)
 class Dequantize(Call, op="dequantize", fake=_decoded):
     """Read a stored tensor back and take its scale off."""
 
@@ -157,7 +153,6 @@ class Dequantize(Call, op="dequantize", fake=_decoded):
         return self.row == AS_STORED
 
 
-@dataclass(frozen=True)
 class TensorScale(Call, op="tensor_scale", fake=lambda call: call.x.new_empty(1, dtype=torch.float32)):
     """Compute the scale of a whole tensor, for block formats that have one."""
 
@@ -165,7 +160,6 @@ class TensorScale(Call, op="tensor_scale", fake=lambda call: call.x.new_empty(1,
     format: str
 
 
-@dataclass(frozen=True)
 class Rotate(Call, op="rotate", fake=lambda call: call.x.new_empty(call.x.shape, dtype=torch.float32)):
     """Multiply each ``size`` elements of the last dimension by a random Hadamard matrix."""
 
@@ -174,7 +168,6 @@ class Rotate(Call, op="rotate", fake=lambda call: call.x.new_empty(call.x.shape,
     size: int = 16
 
 
-@dataclass(frozen=True)
 class CorrectScales(Call, op="correct_scales", fake=lambda call: torch.empty_like(call.q)):
     """Correct the scales of blocks so that each group of ``size`` elements is unbiased after rounding."""
 
@@ -187,7 +180,6 @@ class CorrectScales(Call, op="correct_scales", fake=lambda call: torch.empty_lik
     size: int
 
 
-@dataclass(frozen=True)
 class KeepNonfinite(Call, op="keep_nonfinite", fake=lambda call: torch.empty_like(call.rounded)):
     """Put a gradient's inf and NaN back into its rounded values."""
 
@@ -195,7 +187,6 @@ class KeepNonfinite(Call, op="keep_nonfinite", fake=lambda call: torch.empty_lik
     x: Node
 
 
-@dataclass(frozen=True)
 class KeepCodes(Call, op="keep_codes", fake=lambda call: torch.empty_like(call.rounded)):
     """Put the codes of inf and NaN into a gradient's rounded codes."""
 
@@ -204,7 +195,6 @@ class KeepCodes(Call, op="keep_codes", fake=lambda call: torch.empty_like(call.r
     format: str
 
 
-@dataclass(frozen=True)
 class _Counted(Call):
     x: Node
     table: Node
@@ -217,17 +207,14 @@ def counts_like(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(WIDTH, dtype=torch.float64)
 
 
-@dataclass(frozen=True)
 class Count(_Counted, op="counts", fake=lambda call: counts_like(call.x)):
     """Count what rounding a tensor loses, and its moments."""
 
 
-@dataclass(frozen=True)
 class Histogram(_Counted, op="histogram", fake=lambda call: call.x.new_empty(2 * HISTOGRAM_BINS, dtype=torch.float64)):
     """Count a tensor's elements by exponent."""
 
 
-@dataclass(frozen=True)
 class Rescale(Call, op="rescale", fake=lambda call: torch.empty_like(call.g)):
     """Multiply a gradient by a power of two from the table."""
 
@@ -236,14 +223,12 @@ class Rescale(Call, op="rescale", fake=lambda call: torch.empty_like(call.g)):
     row: int
 
 
-@dataclass(frozen=True)
 class InMemory(Call, op="in_memory", fake=lambda call: torch.empty_like(call.x)):
     """Copy a tensor into memory of its own."""
 
     x: Node
 
 
-@dataclass(frozen=True)
 class Product(Call):
     """A product of two stored operands: the fields that all GEMMs over codes have."""
 
@@ -268,7 +253,6 @@ def product_like(call: FakeCall, dtype: torch.dtype | None = None) -> Any:
     return call.a.new_empty(call.a.shape[0], call.b.shape[1], dtype=dtype or call.dtype)
 
 
-@dataclass(frozen=True)
 class CodedGemm(Product, op="gemm", fake=product_like):
     """Multiply codes, on tensor cores or in a generated kernel."""
 
@@ -282,14 +266,12 @@ def transposed_like(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(q.shape[-1], q.numel() // q.shape[-1])
 
 
-@dataclass(frozen=True)
 class Transposed(Call, op="transposed", fake=lambda call: transposed_like(call.q)):
     """Transpose codes as a contiguous matrix."""
 
     q: Node
 
 
-@dataclass(frozen=True)
 class _Observed(Call):
     grad: Node
     x: Node
@@ -298,12 +280,10 @@ class _Observed(Call):
     grad_format: str
 
 
-@dataclass(frozen=True)
 class Observe(_Observed, op="observe", fake=lambda call: torch.empty_like(call.grad)):
     """Mark where policy ``exact`` measures; return the gradient unchanged."""
 
 
-@dataclass(frozen=True)
 class Damage(_Observed, op="damage", fake=lambda call: call.grad.new_empty(2, dtype=torch.float32)):
     """Measure the cost of rounding a tensor and its gradient: two float32."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.fx import Node
 
@@ -15,7 +13,6 @@ def _product(call: FakeCall) -> object:
     return call.a.new_empty(shape, dtype=torch.float32)
 
 
-@dataclass(frozen=True)
 class Matmul(Call, op="matmul", fake=_product):
     """Multiply (..., k) by (k, n); products are rounded to one format, sums, perhaps in chunks, to another."""
 
@@ -37,7 +34,6 @@ def _convolution(call: FakeCall) -> torch.Tensor:
     return _in_layout(call.x.new_empty(shape, dtype=torch.float32), call.channels_last)
 
 
-@dataclass(frozen=True)
 class _Convolves(Call):
     x: Node
     weight: Node
@@ -54,7 +50,6 @@ class _Convolves(Call):
     chunk: int
 
 
-@dataclass(frozen=True)
 class Convolution(_Convolves, op="convolution", fake=_convolution):
     """Convolve without bias; products and sums are rounded as in `Matmul`."""
 
@@ -65,7 +60,6 @@ def _convolution_backward(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
     return first, second
 
 
-@dataclass(frozen=True)
 class ConvolutionBackward(
     _Convolves, op="convolution_backward", fake=_convolution_backward, returns="(Tensor, Tensor)"
 ):

@@ -7,8 +7,6 @@ overwrite ``x`` with the rounded values. ``load`` reads codes. Values keep the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.fx import Node
 
@@ -23,7 +21,6 @@ def _stored(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return codes_like(call.x, call.format, call.storage), values, counts_like(call.x)
 
 
-@dataclass(frozen=True)
 class Store(Stored, op="store", fake=_stored, returns="(Tensor, Tensor, Tensor)", tags=KERNEL_TAGS):
     """Return codes, rounded values (empty without ``value``) and counts."""
 
@@ -35,14 +32,12 @@ def _rounded(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(call.x, dtype=torch.float32), counts_like(call.x)
 
 
-@dataclass(frozen=True)
 class Round(Stored, op="round", fake=_rounded, returns="(Tensor, Tensor)", tags=KERNEL_TAGS):
     """Return rounded values and counts."""
 
     keep: bool
 
 
-@dataclass(frozen=True)
 class _StoredOver(Stored):
     x: Overwritten
     keep: bool
@@ -52,17 +47,14 @@ def _stored_over(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
     return codes_like(call.x, call.format, call.storage), counts_like(call.x)
 
 
-@dataclass(frozen=True)
 class StoreOver(_StoredOver, op="store_", fake=_stored_over, returns="(Tensor, Tensor)", tags=KERNEL_TAGS):
     """Return codes and counts, and overwrite ``x`` with the rounded values."""
 
 
-@dataclass(frozen=True)
 class RoundOver(_StoredOver, op="round_", fake=lambda call: counts_like(call.x), tags=KERNEL_TAGS):
     """Return counts, and overwrite ``x`` with the rounded values."""
 
 
-@dataclass(frozen=True)
 class Load(Call, op="load", fake=lambda call: torch.empty_like(call.q, dtype=torch.float32), tags=KERNEL_TAGS):
     """Decode codes to float32, with the scale still on."""
 
@@ -72,7 +64,6 @@ class Load(Call, op="load", fake=lambda call: torch.empty_like(call.q, dtype=tor
     format: str
 
 
-@dataclass(frozen=True)
 class StoreBlocks(Call, op="store_blocks", fake=lambda call: codes_like(call.x, call.format, "packed")):
     """Encode a tensor in blocks."""
 
@@ -83,7 +74,6 @@ class StoreBlocks(Call, op="store_blocks", fake=lambda call: codes_like(call.x, 
     format: str
 
 
-@dataclass(frozen=True)
 class LoadBlocks(Call, op="load_blocks", fake=lambda call: call.q.new_empty(call.elements, dtype=call.dtype)):
     """Decode the first ``elements`` from blocks."""
 

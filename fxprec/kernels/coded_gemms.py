@@ -25,7 +25,6 @@ def _quantize_transpose(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor, tor
     return codes if call.row_major else codes.new_empty(0), transposed_like(codes), counters
 
 
-@dataclass(frozen=True)
 class QuantizeTranspose(Stored, op="quantize_transpose", fake=_quantize_transpose, returns="(Tensor, Tensor, Tensor)"):
     """Return codes (empty without ``row_major``), transposed codes and counters."""
 
@@ -35,14 +34,12 @@ class QuantizeTranspose(Stored, op="quantize_transpose", fake=_quantize_transpos
     stats: bool
 
 
-@dataclass(frozen=True)
 class TransposeCodes(Call, op="transpose_codes", fake=lambda call: transposed_like(call.q)):
     """Transpose codes as a contiguous matrix."""
 
     q: Node
 
 
-@dataclass(frozen=True)
 class MatmulCodes(Product, op="matmul_codes", fake=product_like):
     """Decode two operands and multiply them, in one kernel."""
 
@@ -52,7 +49,6 @@ def _matmul_to_codes(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, call.a.new_empty(SITE_COUNTERS, dtype=torch.int32)
 
 
-@dataclass(frozen=True)
 class MatmulToCodes(Product, op="matmul_to_codes", fake=_matmul_to_codes, returns="(Tensor, Tensor)"):
     """Multiply as `MatmulCodes`; return the product's codes, and counters."""
 

@@ -15,8 +15,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.fx import Node
 
@@ -24,7 +22,6 @@ from fxprec.ir.calls import Call, FakeCall, Flags, Sizes
 from fxprec.numerics.stats import SITE_COUNTERS, WIDTH
 
 
-@dataclass(frozen=True)
 class Totals(Call, op="totals", fake=lambda call: call.lost.new_empty(len(call.rows) * WIDTH, dtype=torch.float64)):
     """Add up the counts of the parts of several sites."""
 
@@ -44,14 +41,12 @@ def _gathered(call: FakeCall) -> object:
     return call.counters.new_empty(sites * WIDTH, dtype=torch.float64)
 
 
-@dataclass(frozen=True)
 class Gathered(Call, op="gathered", fake=_gathered):
     """Add up striped counters."""
 
     counters: Node
 
 
-@dataclass(frozen=True)
 class Ln(Call, op="ln", fake=lambda call: torch.empty_like(call.x), tags=(torch.Tag.pointwise,)):
     """Take the natural logarithm; approximate on a GPU."""
 

@@ -14,7 +14,6 @@ On a GPU the copies run on a separate stream, and the waits are events between s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,14 +26,12 @@ def _alias(x: object) -> Any:
     return torch.ops.aten.alias.default(x)
 
 
-@dataclass(frozen=True)
 class Offload(Call, op="offload", fake=lambda call: torch.empty_like(call.x, device="cpu")):
     """Copy a tensor to host memory; on a GPU only begin the copy."""
 
     x: Node
 
 
-@dataclass(frozen=True)
 class WaitOffload(Call, op="wait_offload", fake=lambda call: _alias(call.host), returns="Tensor(a)"):
     """Wait for the copy to the host; afterwards the tensor's memory may be reused."""
 
@@ -42,7 +39,6 @@ class WaitOffload(Call, op="wait_offload", fake=lambda call: _alias(call.host), 
     x: Node
 
 
-@dataclass(frozen=True)
 class Reload(Call, op="reload", fake=lambda call: torch.empty_like(call.host, device=call.table.device)):
     """Copy a tensor back to the device; on a GPU only begin the copy."""
 
@@ -50,7 +46,6 @@ class Reload(Call, op="reload", fake=lambda call: torch.empty_like(call.host, de
     table: Node
 
 
-@dataclass(frozen=True)
 class WaitReload(Call, op="wait_reload", fake=lambda call: _alias(call.x), returns="Tensor(a)"):
     """Wait for the copy back; afterwards the tensor may be read."""
 

@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.fx import Node
 
@@ -26,7 +24,6 @@ def _laid_out(call: FakeCall) -> torch.Tensor:
     return torch.empty_like(call.x, dtype=call.dtype, memory_format=layout)
 
 
-@dataclass(frozen=True)
 class LaidOut(Call, op="laid_out", fake=_laid_out, tags=KERNEL_TAGS):
     """Convert a convolution's weight, or its gradient, to a dtype and a memory format."""
 
@@ -35,7 +32,6 @@ class LaidOut(Call, op="laid_out", fake=_laid_out, tags=KERNEL_TAGS):
     channels_last: bool
 
 
-@dataclass(frozen=True)
 class SideBySide(Call, op="side_by_side", fake=lambda call: torch.cat(list(call.pieces), -1)):
     """Join pieces along the last dimension; each piece's kernel writes into the whole."""
 

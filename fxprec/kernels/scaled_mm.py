@@ -12,7 +12,6 @@ fxprec's. On a CPU it is computed from the arguments that torch would get (`fxpr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ def _product(call: FakeCall) -> Any:
     return call.a.new_empty(call.a.shape[0], call.b.shape[0], dtype=call.dtype)
 
 
-@dataclass(frozen=True)
 class ScaledMm(Call, op="scaled_mm", fake=_product):
     """Multiply operands in blocks."""
 

@@ -8,14 +8,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch.fx import Node
 
 from fxprec.ir.calls import Call, Overwritten
 
 
-@dataclass(frozen=True)
 class ApplyUpdate(Call, op="apply_update", fake=lambda call: call.gradient.new_empty(0)):
     """Step a parameter by its gradient, in place."""
 
