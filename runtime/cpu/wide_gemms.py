@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fxprec.kernels.wide_gemms import BLOCK, ELEMENTS, NAMESPACE, WIDE, convolution_layout
+from fxprec.kernels.wide_gemms import ELEMENTS, NAMESPACE, WIDE, convolution_layout, tile
 
 aten = torch.ops.aten
 
@@ -21,16 +21,18 @@ aten = torch.ops.aten
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b``, (m, k) by (k, n), summed in float32 and rounded once."""
     out = a.new_empty(a.shape[0], b.shape[1])
-    for rows, columns in _blocks(out):
-        out[rows, columns] = _product(a[rows], b[:, columns])
+    for rows, columns, product in _blocks(a, b):
+        out[rows, columns] = product
+        del product  # freed before the next is allocated
     return out
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """Return ``beta * bias + alpha * (a @ b)``, summed in float32 and rounded once."""
     out = a.new_empty(a.shape[0], b.shape[1])
-    for rows, columns in _blocks(out):
-        out[rows, columns] = _scaled_sum(_part(bias, rows, columns), _product(a[rows], b[:, columns]), beta, alpha)
+    for rows, columns, product in _blocks(a, b):
+        out[rows, columns] = _scaled_sum(_part(bias, rows, columns), product, beta, alpha)
+        del product
     return out
 
 
@@ -131,14 +133,25 @@ def attention_backward(
     return results
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b`` in float32, a block of their common dimension at a time."""
+def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Iterate over the blocks of ``a @ b`` in float32, each with its rows and columns."""
+    (m, k), n = a.shape, b.shape[1]
+    height, depth, width = tile(m, k, n)
+    for columns in _slices(n, width):
+        panel = b[:, columns].float() if depth >= k else None
+        for rows in _slices(m, height):
+            yield rows, columns, _sum(a[rows], b[:, columns], depth) if panel is None else a[rows].float() @ panel
+
+
+def _sum(a: Tensor, b: Tensor, depth: int) -> Tensor:
+    """Return ``a @ b`` in float32, ``depth`` of their common dimension at a time."""
     total: Tensor | None = None
-    for k in _slices(a.shape[1], BLOCK):
+    for k in _slices(a.shape[1], depth):
         x, y = a[:, k].float(), b[k].float()
         total = x @ y if total is None else total.addmm_(x, y)
         del x, y  # freed before the next copies are allocated
-    return a.new_zeros(a.shape[0], b.shape[1], dtype=torch.float32) if total is None else total
+    assert total is not None, "an empty dimension is no deeper than a panel"
+    return total
 
 
 def _scaled_sum(bias: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
@@ -150,12 +163,6 @@ def _part(bias: Tensor, rows: slice, columns: slice) -> Tensor:
     """Return the bias of a block; broadcast dimensions keep their size of 1."""
     parts = zip((rows, columns)[2 - bias.dim() :], bias.shape, strict=True)
     return bias[tuple(part if size > 1 else slice(None) for part, size in parts)]
-
-
-def _blocks(out: Tensor) -> Iterator[tuple[slice, slice]]:
-    for rows in _slices(out.shape[0], BLOCK):
-        for columns in _slices(out.shape[1], BLOCK):
-            yield rows, columns
 
 
 def _slices(size: int, step: int) -> Iterator[slice]:

@@ -25,6 +25,7 @@ aten = torch.ops.aten
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 DTYPES = (torch.bfloat16, torch.float16)
+BLOCK = wide_gemms.BLOCK
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -62,11 +63,21 @@ def assert_right(operator: Any, *args: Any, **options: Any) -> None:
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small operands fill several blocks, the last one in part."""
-    monkeypatch.setattr(fxprec.runtime.cpu.wide_gemms, "BLOCK", 16)
+    monkeypatch.setattr(wide_gemms, "BLOCK", 16)
     monkeypatch.setattr(fxprec.runtime.cpu.wide_gemms, "ELEMENTS", 512)
 
 
 SIZES = st.integers(0, 40)
+
+
+LONG = st.integers(0, 10_000)
+
+
+@given(LONG, LONG, LONG)
+def test_no_block_has_more_elements_than_a_square_one(m: int, k: int, n: int) -> None:
+    rows, depth, columns = wide_gemms.tile(m, k, n)
+    assert min(rows, depth, columns) >= 1
+    assert max(rows * depth, depth * columns, rows * columns) <= wide_gemms.BLOCK**2
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[])
@@ -155,6 +166,9 @@ def peak(call: Any) -> int:
     ("operator", "args"),
     [
         (aten.mm.default, ((1024, 512), (512, 1024))),
+        (aten.mm.default, ((2048, 256), (256, 1024))),
+        (aten.mm.default, ((1024, 1024), (1024, 256))),
+        (aten.mm.default, ((512, 2048), (2048, 512))),
         (aten.addmm.default, ((1024,), (1024, 512), (512, 1024))),
         (aten.bmm.default, ((32, 64, 64), (32, 64, 64))),
         (FORWARD, ((4, 8, 512, 32),) * 3),
@@ -164,8 +178,8 @@ def peak(call: Any) -> int:
 @pytest.mark.cpu_dependent
 def test_the_bytes_it_takes_are_known(operator: Any, args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a tenth, or above; and far less than whole copies in float32."""
-    for name in ("BLOCK", "ELEMENTS"):
-        monkeypatch.setattr(fxprec.runtime.cpu.wide_gemms, name, getattr(wide_gemms, name))
+    monkeypatch.setattr(wide_gemms, "BLOCK", BLOCK)
+    monkeypatch.setattr(fxprec.runtime.cpu.wide_gemms, "ELEMENTS", wide_gemms.ELEMENTS)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxprec.kernels.wide_gemms import BLOCK, ELEMENTS, NAMESPACE
+from fxprec.kernels.wide_gemms import ELEMENTS, NAMESPACE, tile
 from fxprec.passes.analysis.joint import bytes_of, dim_hint, numel_hint
 
 _GEMMS = ("mm", "addmm", "bmm", "baddbmm")
@@ -89,7 +89,8 @@ def _widened(name: str, operands: Sequence[Tensor], threads: int) -> int:
 
 def _product(a: Tensor, b: Tensor) -> int:
     """Return the bytes of a block of each factor and of their product, or of several small matrices of a batch."""
-    m, k, n = (min(dim_hint(size), BLOCK) for size in (a.shape[-2], a.shape[-1], b.shape[-1]))
+    sizes = [dim_hint(size) for size in (a.shape[-2], a.shape[-1], b.shape[-1])]
+    m, k, n = map(min, sizes, tile(*sizes))
     elements, batch = m * k + k * n + m * n, dim_hint(a.shape[0]) if a.dim() == 3 else 1
     largest = max(dim_hint(x) * dim_hint(y) for x, y in (a.shape[-2:], b.shape[-2:], (a.shape[-2], b.shape[-1])))
     return 4 * elements * max(1, min(batch, ELEMENTS // max(largest, 1)))
