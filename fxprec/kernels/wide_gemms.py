@@ -62,6 +62,15 @@ def _fitting(size: int, other: int) -> int:
     return min(size, 2 * BLOCK, BLOCK * BLOCK // other // (BLOCK // 8) * (BLOCK // 8))
 
 
+def images_at_once(weight: int) -> int:
+    """Return how many elements of images a convolution converts at once, given those of its weight.
+
+    The weight is converted whole, and a library reorders it for each call. Few images a call made a convolution of 512
+    channels 26 % slower than float32 in backward; half as many elements as the weight has make it 4 % (AVX2).
+    """
+    return max(ELEMENTS, weight // 2)
+
+
 def _declare(operator: Any) -> Any:
     """Define an operator of the same name and schema; return it."""
     name = operator._schema.name.removeprefix("aten::")

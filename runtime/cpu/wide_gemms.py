@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fxprec.kernels.wide_gemms import ELEMENTS, NAMESPACE, WIDE, convolution_layout, tile
+from fxprec.kernels.wide_gemms import ELEMENTS, NAMESPACE, WIDE, convolution_layout, images_at_once, tile
 
 aten = torch.ops.aten
 
@@ -61,7 +61,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *options: object
     shape = _promised(aten.convolution.default, x, weight, bias, *options).shape
     out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=convolution_layout(x, weight))
     wide_weight, wide_bias = weight.float(), None if bias is None else bias.float()
-    for i in _pieces(x.shape[0], max(x[:1].numel(), out[:1].numel())):
+    for i in _pieces(x.shape[0], max(x[:1].numel(), out[:1].numel()), images_at_once(weight.numel())):
         out[i] = aten.convolution.default(x[i].float(), wide_weight, wide_bias, *options)
     return out
 
@@ -75,13 +75,14 @@ def convolution_backward(
     of_weight = torch.zeros_like(weight, dtype=torch.float32, memory_format=layout) if mask[1] else None
     of_bias = x.new_zeros(gradient.shape[1], dtype=torch.float32) if mask[2] else None
     wide_weight = weight.float()
-    for i in _pieces(x.shape[0], max(x[:1].numel(), gradient[:1].numel())):
+    for i in _pieces(x.shape[0], max(x[:1].numel(), gradient[:1].numel()), images_at_once(weight.numel())):
         found = aten.convolution_backward.default(gradient[i].float(), x[i].float(), wide_weight, bias_sizes, *options)
         for total, new in zip((of_weight, of_bias), found[1:], strict=True):
             if total is not None:
                 total.add_(new)
         if of_x is not None:
             of_x[i] = found[0]
+        del found, new  # freed before the next results are allocated
     return of_x, _rounded(of_weight, x.dtype), _rounded(of_bias, x.dtype)
 
 
@@ -169,9 +170,9 @@ def _slices(size: int, step: int) -> Iterator[slice]:
     return (slice(i, min(i + step, size)) for i in range(0, size, step))
 
 
-def _pieces(count: int, elements: int) -> Iterator[slice]:
+def _pieces(count: int, elements: int, at_once: int | None = None) -> Iterator[slice]:
     """Iterate over slices of ``count`` items of ``elements`` each; a slice has as many as may be converted at once."""
-    return _slices(count, max(1, ELEMENTS // max(elements, 1)))
+    return _slices(count, max(1, (ELEMENTS if at_once is None else at_once) // max(elements, 1)))
 
 
 class _Heads:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +192,24 @@ def test_the_bytes_it_takes_are_known(operator: Any, args: Any, monkeypatch: pyt
     whole = 2 * sum(x.numel() * x.itemsize for x in tensors)
     assert 0.9 * taken <= known <= 2.5 * taken
     assert taken < whole or operator is aten.bmm.default
+
+
+@pytest.mark.parametrize(("channels", "pixels"), [(64, 32), (256, 8), (512, 4)])
+@pytest.mark.cpu_dependent
+def test_the_bytes_that_convolutions_take_are_known(
+    channels: int, pixels: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """As they lie in a compiled graph, channels last."""
+    monkeypatch.setattr(fxprec.runtime.cpu.wide_gemms, "ELEMENTS", wide_gemms.ELEMENTS)
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(1)
+    shapes = [(32, channels, pixels, pixels)] * 2 + [(channels, channels, 3, 3)]
+    gradient, x, weight = (normal(*shape).contiguous(memory_format=torch.channels_last) for shape in shapes)
+    window: Any = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    for operator, tensors, rest in (
+        (aten.convolution.default, (x, weight), window),
+        (aten.convolution_backward.default, (gradient, x, weight), (*window, [True, True, False])),
+    ):
+        known = workspace(WIDE[operator]._schema.name, tensors, 1)
+        taken = peak(lambda: WIDE[operator](*tensors, *rest))  # noqa: B023
+        assert 0.9 * taken <= known <= 1.2 * taken, operator

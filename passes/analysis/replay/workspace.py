@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxprec.kernels.wide_gemms import ELEMENTS, NAMESPACE, tile
+from fxprec.kernels.wide_gemms import ELEMENTS, NAMESPACE, images_at_once, tile
 from fxprec.passes.analysis.joint import bytes_of, dim_hint, numel_hint
 
 _GEMMS = ("mm", "addmm", "bmm", "baddbmm")
@@ -77,11 +77,18 @@ def _widened(name: str, operands: Sequence[Tensor], threads: int) -> int:
     if name in _GEMMS:
         return _product(*operands[-2:])
     wide = [torch.empty_like(x, dtype=torch.float32) for x in operands[:3]]
-    if name in ("convolution", "convolution_backward"):
-        is_backward = name == "convolution_backward"
-        source, weight = wide[1:3] if is_backward else wide[:2]
-        pieces = _piece(source) + (_piece(wide[0]) + _piece(source) if is_backward else ELEMENTS)
-        return 4 * pieces + bytes_of(weight) * (2 if is_backward else 1) + _of_aten(name, wide, threads)
+    if name == "convolution":
+        x, weight = wide[:2]
+        at_once = images_at_once(numel_hint(weight))
+        images = _piece(x, at_once) + _result(x, weight, at_once)
+        return 4 * images + bytes_of(weight) + _of_aten(name, wide, threads)
+    if name == "convolution_backward":
+        gradient, x, weight = wide
+        at_once = images_at_once(numel_hint(weight))
+        images = _piece(gradient, at_once) + 2 * _piece(x, at_once)
+        # Beside the weight its gradient, of a piece and in sum, less the result, which is made at the end.
+        weights = 3 * bytes_of(weight) - bytes_of(operands[2])
+        return 4 * images + weights + _of_aten(name, wide, threads)
     if name in (_FORWARD, _BACKWARD):
         return 4 * _heads(operands[1]) * (4 if name == _FORWARD else 8) + _of_aten(name, wide, threads)
     return 0
@@ -96,10 +103,16 @@ def _product(a: Tensor, b: Tensor) -> int:
     return 4 * elements * max(1, min(batch, ELEMENTS // max(largest, 1)))
 
 
-def _piece(x: Tensor) -> int:
+def _piece(x: Tensor, at_once: int) -> int:
     """Return the elements of the images that are converted at once."""
     image = numel_hint(x) // max(dim_hint(x.shape[0]), 1)
-    return min(numel_hint(x), max(ELEMENTS, image))
+    return min(numel_hint(x), max(at_once, image))
+
+
+def _result(x: Tensor, weight: Tensor, at_once: int) -> int:
+    """Return the elements of the images that a convolution computes at once, if each channel is no larger than in x."""
+    channels = dim_hint(x.shape[1]), max(dim_hint(n) for n in weight.shape[:2])
+    return min(at_once, max(ELEMENTS, numel_hint(x) * channels[1] // max(channels[0], 1)))
 
 
 def _heads(query: Tensor) -> int:
