@@ -7,15 +7,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch._inductor import config, custom_graph_pass, memory
 from torch._inductor.codegen import cpp
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.dependencies import WeakDep
+from torch._inductor.fx_passes import post_grad
 from torch._inductor.ir import FallbackKernel, MultiOutput
 from torch._inductor.scheduler import FusedSchedulerNode
 from torch._inductor.virtualized import V
 from torch._ops import OpOverload
 from torch.utils._ordered_set import OrderedSet
+
+from fxprec.compat.patches import replaced
 
 if TYPE_CHECKING:
     from torch._inductor.scheduler import SchedulerBuffer
@@ -162,10 +166,41 @@ def saving_memory(ordered: Ordered, key: str, in_place: Collection[OpOverload] =
     order = _KernelOrder(ordered, key, config._pre_fusion_custom_pass, in_place)
     setattr(loops, _LOOPS, 0)
     try:
-        with config.patch({"allow_buffer_reuse": False, "_pre_fusion_custom_pass": order}):
+        with (
+            config.patch({"allow_buffer_reuse": False, "_pre_fusion_custom_pass": order}),
+            _freeing_tangents(),
+            _adding_late(),
+        ):
             yield
     finally:
         setattr(loops, _LOOPS, at_once)
 
 
+def _freeing_tangents() -> contextlib.AbstractContextManager[None]:
+    """Count a gradient that backward receives as freed after its last reader, as the generated code frees it.
+
+    torch 2.13 counts it as live to the end, so an order that frees it early seems no better than one that does not.
+    """
+    if not hasattr(memory, _KEPT):
+        return contextlib.nullcontext()
+    return replaced(memory, _KEPT, lambda is_kept: lambda dep: is_kept(dep) and not dep.name.startswith("tangents"))
+
+
+def _adding_late() -> contextlib.AbstractContextManager[None]:
+    """Leave a product and a sum apart if the sum's other operand is computed after the product.
+
+    Inductor would compute both at once, as addmm, where the sum is. The product's factors would wait until then.
+    """
+    if not hasattr(post_grad, _APART):
+        return contextlib.nullcontext()
+    return replaced(post_grad, _APART, lambda prefers: lambda match: prefers(match) or _would_wait(match))
+
+
+def _would_wait(match: Any) -> bool:
+    addend = match.kwargs.get("inp")
+    return any(node.target is torch.ops.aten.mm.default and node < addend for node in match.nodes)
+
+
+_APART = "should_prefer_unfused_addmm"
 _LOOPS = "MAX_FUSED_KERNEL_ARGS_NUM"
+_KEPT = "is_nonfreeable_buffers"

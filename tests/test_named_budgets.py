@@ -1,0 +1,73 @@
+"""Under Inductor: compiled code holds no more than its plan predicts, and a budget that an error names is enough."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxprec
+from benchmarks.options.training import NETWORKS
+from fxprec.driver.attempts import PeakAttempts
+from fxprec.plan import PeakBytes
+
+pytestmark = pytest.mark.inductor
+X = torch.randn(32, 32)
+
+
+@pytest.fixture
+def peaks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return what each compiled plan was predicted to hold, and what its code holds."""
+    seen: list[tuple[int, int]] = []
+    held = PeakAttempts.hold
+
+    def hold(self: PeakAttempts, planned: PeakBytes, peak: int, waiting: int) -> PeakBytes | None:
+        seen.append((planned.planned, peak))
+        return held(self, planned, peak, waiting)
+
+    monkeypatch.setattr(PeakAttempts, "hold", hold)
+    return seen
+
+
+def step(model: nn.Module, x: Tensor, budget: int | str, **options: object) -> fxprec.Backend:
+    torch._dynamo.reset()
+    backend = fxprec.Backend(fxprec.Config(peak_budget=budget, **options))  # type: ignore[arg-type]
+    torch.compile(model, backend=backend)(x).square().sum().backward()
+    return backend
+
+
+def named(model: nn.Module, x: Tensor, **options: object) -> int:
+    """Return the bytes that an error names as enough."""
+    with pytest.raises(fxprec.BudgetError) as error:
+        step(model, x, 1024, **options)
+    found = re.search(r"raise it to [^(]*\((\d+) bytes\)", str(error.value))
+    assert found is not None
+    return int(found[1])
+
+
+def test_a_gradient_that_backward_receives_is_freed_after_its_last_reader(peaks: list[tuple[int, int]]) -> None:
+    """Its sum for the bias ran last, since Inductor counts such a gradient as live to the end."""
+    model = NETWORKS["mlp"]()
+    enough = named(model, X, recipe="fp32")
+    peaks.clear()
+    step(model, X, enough, recipe="fp32")
+    assert peaks == [(enough, enough)]
+
+
+def test_a_product_does_not_wait_for_what_it_is_added_to(peaks: list[tuple[int, int]]) -> None:
+    """Inductor computed a tied weight's gradient of the head where that of the embedding was added to it."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.inner = nn.Embedding(32, 32), nn.Linear(32, 32)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return F.linear(F.gelu(self.inner(self.embed(tokens))), self.embed.weight)
+
+    step(Tied(), torch.randint(0, 32, (16, 16)), "100%", recipe="fp32")
+    ((planned, held),) = peaks
+    assert held <= planned
