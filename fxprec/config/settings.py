@@ -75,6 +75,11 @@ class Settings:
         )
 
     @property
+    def counts_while_rounding(self) -> bool:
+        """Whether kernels count each copy's losses, since codes may give inf and the largest number alike."""
+        return self.asked.on_nonfinite in ("report", "raise")
+
+    @property
     def is_simulated(self) -> bool:
         """Whether values are stored in float32, rounded to the numbers of their formats."""
         return self.storage == "simulate"

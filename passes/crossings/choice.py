@@ -277,23 +277,27 @@ class Chooser:
         anchor = fit.replay.anchors[fit.replay.timeline.order[time]]
         for (node, way), column in self.problem.columns.items():
             if fit.ways.get(node) == way:
-                lives = fit.replay.lives(node, time, recomputed=not isinstance(way, Form))
+                size = fit.replay.live_bytes(node, time, recomputed=not isinstance(way, Form))
             else:
-                lives = self._would_live(node, anchor, way)
-            if lives:
-                yield column, float(self.problem.size(node, way) if isinstance(way, Form) else result_bytes(node))
+                size = self._would_hold(node, anchor, way)
+            if size:
+                yield column, float(size)
 
-    def _would_live(self, node: Node, anchor: Node, way: Way) -> bool:
-        """Estimate whether a value would be live while ``anchor`` runs, if backward got it in this way."""
-        moment = self._order[anchor]
-        if anchor not in self.problem.needs.step.backward_set:
+    def _would_hold(self, node: Node, anchor: Node, way: Way) -> int:
+        """Estimate the bytes of a value while ``anchor`` runs, if backward got it in this way."""
+        moment, step = self._order[anchor], self.problem.needs.step
+        kept = self.problem.size(node, way) if isinstance(way, Form) else 0
+        if anchor not in step.backward_set:
             is_gone = way.is_on_host and moment > self._last_read_in_forward[node]
-            return isinstance(way, Form) and self._order[node] <= moment and not is_gone
+            return kept if self._order[node] <= moment and not is_gone else 0
         if moment > self._last_read.get(node, -1):
-            return False
+            return 0
+        is_read = self._first_read.get(node, moment + 1) <= moment
         if isinstance(way, Form) and not way.is_on_host:
-            return True
-        return (way.is_on_host or self._in_memory[node]) and self._first_read.get(node, moment + 1) <= moment
+            is_called = step.cast_kernels.kind(way.format) is not Kind.FUSED or way.kernel is not Kind.FUSED
+            return result_bytes(node) if is_read and way.format is not None and is_called else kept
+        holds = kept if isinstance(way, Form) else result_bytes(node)
+        return holds if is_read and (way.is_on_host or self._in_memory[node]) else 0
 
 
 def _within(fits: Iterable[Fit], bound: Bound) -> list[Fit]:

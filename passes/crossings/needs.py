@@ -13,6 +13,7 @@ from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.block_copies import Refusals, wanted_block_formats
 from fxprec.passes.analysis.joint import tensor_of, value
+from fxprec.passes.analysis.replay.casts import CastKernels
 from fxprec.passes.analysis.replay.kernels import Kind, kind_of
 from fxprec.passes.analysis.replay.step import Step
 from fxprec.passes.analysis.saved_bytes import bytes_per_element
@@ -63,7 +64,8 @@ class _Copies:
 
 def needs_of(work: Work) -> Needs:
     """Return the forward values that backward needs, once compute-high has decided who reads stored copies."""
-    needs, copies = Needs(Step(work.joint, work.settings.processor, work.stepped)), _Copies()
+    casts = CastKernels.of(work.settings, work.joint.device)
+    needs, copies = Needs(Step(work.joint, work.settings.processor, work.stepped, casts)), _Copies()
     hi = work.settings.recipe.hi
     _add_unread(needs, copies, work)
     for node in needs.step.backward:

@@ -105,7 +105,11 @@ def _out_of_reach(budget: int, least: int, free: int, work: Work, fit: Fit, whol
     if whole:
         asked += f", {100 * budget / whole:.0f} % of the {_short(whole)} that the step holds with everything saved"
     found = f"the lowest peak found is {readable(least)}, which includes {held.said()}"
-    return BudgetError.of_peak(asked, found, enough, budget_text(enough, 0 if free else whole), ways)
+    if work.peak_part.is_provisional:
+        found = f"{found}, in this graph; other graphs of the step share the budget"
+        return BudgetError.of_peak(asked, found, enough, f"above {readable(enough)}", ways)
+    high = 0 if free else whole
+    return BudgetError.of_peak(asked, found, enough, f"to {budget_text(enough, high)}", ways, high=high)
 
 
 class _Held:

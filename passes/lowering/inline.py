@@ -9,18 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-import torch
 from torch.fx import Graph, Node
 
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.passes.analysis.joint import results_of, tensor_of
+from fxprec.passes.analysis.replay.casts import VECTORIZED
 from fxprec.passes.lowering.lowered import CodedResult
 from fxprec.passes.lowering.rows import WatchedRows
-
-# Dtypes of stored tensors that Inductor's C++ can vectorise. Any other dtype makes a whole loop scalar.
-_VECTORIZED = frozenset(
-    {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32}
-)
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,7 @@ def inlined_casts(graph: Graph, watched: Collection[int], rows: WatchedRows) -> 
     positions = {node: i for i, node in enumerate(results_of(graph))}
     nodes, counted = set[Node](), dict[int, CodedResult]()
     for q, cast in Quantize.among(Quantize.nodes(graph)):
-        if cast.row in (rows.scaled - rows.copied) | rows.measured or tensor_of(q).dtype not in _VECTORIZED:
+        if cast.row in (rows.scaled - rows.copied) | rows.measured or tensor_of(q).dtype not in VECTORIZED:
             continue
         if cast.row in watched and cast.row not in counted:
             if q not in positions:
@@ -54,7 +49,7 @@ def inlined_casts(graph: Graph, watched: Collection[int], rows: WatchedRows) -> 
     for x, read in Dequantize.among(Dequantize.nodes(graph)):
         if (
             read.row not in rows.scaled - rows.copied
-            and tensor_of(read.q).dtype in _VECTORIZED
+            and tensor_of(read.q).dtype in VECTORIZED
             and _is_stored_elsewhere(read.q, nodes)
         ):
             nodes.add(x)

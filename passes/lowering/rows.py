@@ -36,9 +36,10 @@ class WatchedRows:
 
 def rows_of(plan: Plan, scales: ScaleGraph | None, settings: Settings) -> WatchedRows:
     """Return what a plan's code does with each row."""
-    watches_all = settings.asked.on_nonfinite in ("report", "raise")
-    watched = frozenset(s.id for s in plan.sites if _can_lose(s, settings) or (watches_all and not s.saved_as))
-    inlines = not settings.is_simulated and not watches_all  # codes may give inf and the largest number alike
+    watched = frozenset(
+        s.id for s in plan.sites if _can_lose(s, settings) or (settings.counts_while_rounding and not s.saved_as)
+    )
+    inlines = not settings.is_simulated and not settings.counts_while_rounding
     if scales is None:
         return WatchedRows(watched=watched, inlines=inlines)
     casts, scaling = frozenset(scales.casts), settings.grad_scaling

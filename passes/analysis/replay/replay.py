@@ -6,7 +6,7 @@ other value is recomputed when backward first needs it, from operands that are s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeVar
@@ -55,6 +55,7 @@ class Replay:
     copies: dict[Node, int] = field(default_factory=dict)  # value -> item of its stored copy
     offloads: dict[Node, int] = field(default_factory=dict)  # value -> item that moves it to host memory
     reloads: dict[Node, int] = field(default_factory=dict)  # value -> item that moves it back
+    decoded: dict[Node, list[int]] = field(default_factory=dict)  # value -> items that its copy is decoded to
     reloaded: list[tuple[Node, Node]] = field(default_factory=list)  # (value, backward node before which it comes back)
     sent: dict[Node, Node] = field(default_factory=dict)  # value -> forward node behind which its copy out is done
     fetched: dict[Node, Node] = field(default_factory=dict)  # value -> backward node before which its copy back begins
@@ -96,11 +97,16 @@ class Replay:
         if fmt is not None:
             val = tensor_of(node)
             size = stored_bytes(fmt, val) if form is None else form.num_bytes(val)
-            copy = Item(Kind.FUSED if form is None else form.kernel, size, [self.at[node]], is_stored=not is_moved)
+            copy = Item(self._cast_kind(fmt, form), size, [self.at[node]], is_stored=not is_moved)
             self.copies[node] = self._append(copy, node, node)
         if is_moved:
             leaves = Item(Kind.EXTERN, 0, [self.copies.get(node, self.at[node])], is_stored=True)
             self.offloads[node] = self._append(leaves, node, node)
+
+    def _cast_kind(self, fmt: AnyFormat, form: Form | None) -> Kind:
+        """Return how a copy is written, and how it is read back."""
+        is_own_kernel = form is not None and form.kernel is not Kind.FUSED
+        return form.kernel if is_own_kernel else self.step.cast_kernels.kind(fmt)
 
     def _format(self, node: Node) -> AnyFormat | None:
         """Return the format of a value's copy that waits for backward, or None."""
@@ -151,7 +157,8 @@ class Replay:
     def _supply(self, node: Node, reader: Node) -> int:
         source = self.step.undecoded(node)
         if source is not node and source in self.step.copied:
-            return self._append(Item(Kind.FUSED, result_bytes(node), [self.copies[source]]), reader, node)
+            kind = self._cast_kind(self.step.copied[source], None)
+            return self._append(Item(kind, result_bytes(node), [self.copies[source]]), reader, node)
         if source is not node and not self._has_copy(source):
             is_same = tensor_of(node).dtype == tensor_of(source).dtype
             return (
@@ -166,7 +173,9 @@ class Replay:
             copy = self._reload(source, reader) if form.is_on_host else self.copies.get(source, self.at[source])
             if form.format is None:
                 return copy
-            return self._append(Item(form.kernel, result_bytes(node), [copy]), reader, node)
+            read = self._append(Item(self._cast_kind(form.format, form), result_bytes(node), [copy]), reader, node)
+            self.decoded.setdefault(source, []).append(read)
+            return read
         self.repeated.append((node, reader))
         return self._add(node, [self.read_from[n] for n in self.step.operands[node]], reader, is_repeat=True)
 
@@ -182,11 +191,20 @@ class Replay:
 
     def lives(self, node: Node, time: int, *, recomputed: bool) -> bool:
         """Return whether a value is in memory at a time: its kept copy, or with ``recomputed`` the recomputed value."""
-        items = (
-            [self.read_from.get(node)] if recomputed else [self.copies.get(node, self.at[node]), self.reloads.get(node)]
-        )
+        return any(self._living(node, time, recomputed=recomputed))
+
+    def live_bytes(self, node: Node, time: int, *, recomputed: bool) -> int:
+        """Return the bytes of a value at a time: of its kept copy, and of what is decoded from it; or recomputed."""
+        return sum(self.items[item].bytes for item in self._living(node, time, recomputed=recomputed))
+
+    def _living(self, node: Node, time: int, *, recomputed: bool) -> Iterator[int]:
+        if recomputed:
+            items = {self.read_from.get(node)}
+        else:
+            copy = self.copies.get(node, self.at[node])
+            items = {copy, self.reloads.get(node, copy), *self.decoded.get(node, ())}
         born, dies = self.timeline.born, self.timeline.dies
-        return any(born[item] <= time <= dies[item] for item in items if item is not None and item in born)
+        return (item for item in items if item in born and born[item] <= time <= dies[item])
 
     def live_by_kind(self, moments: int = _MOMENTS) -> tuple[tuple[int, ...], ...]:
         """Return the live bytes at up to ``moments`` moments, by kind as in `PeakBytes.live`."""

@@ -12,8 +12,8 @@ from fxprec.ir.symbolic import QUANTIZE, Dequantize, Quantize, is_in_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import JointGraph, input_index, is_view_or_cast, tensor_of, value
+from fxprec.passes.analysis.replay.casts import CastKernels
 from fxprec.passes.analysis.replay.kernels import HEAVY, Kind, kind_of, result_bytes, workspace_of
-from fxprec.passes.analysis.saved_bytes import bytes_per_element
 from fxprec.passes.analysis.saved_values import is_repeated, needed_by_forward
 from fxprec.passes.analysis.signs import readers_testing_above_0
 
@@ -27,6 +27,8 @@ class Step:
     stepped: Mapping[int, int] = field(default_factory=dict)
     """Position of a captured input that backward steps -> bytes of the step's workspace. Its gradient is not
     returned."""
+    cast_kernels: CastKernels = field(default_factory=CastKernels)
+    """How the device runs the casts of stored copies."""
 
     def __post_init__(self) -> None:
         nodes = list(self.joint.graph.nodes)
@@ -38,7 +40,7 @@ class Step:
         self.stored = self._stored()
         """The casts of each value that has a copy."""
         self.copied = {cast.x: fmt for cast in self.casts.values() if (fmt := self._copied(cast)) is not None}
-        """Inputs that backward reads as a narrower copy -> its format. The copy waits, although the input is there."""
+        """Inputs that backward reads as a copy -> its format. The copy waits, although the input is there."""
         self.tested_above_0 = {cast.x for x, cast in self.casts.items() if readers_testing_above_0(x)}
         """Values for which backward tests whether they are above 0."""
         self.decoded = set(self.casts)
@@ -158,10 +160,10 @@ class Step:
         return found
 
     def _copied(self, cast: Quantize) -> Format | None:
-        """Return the format of an input's narrower copy, or None."""
+        """Return the format of an input's copy, or None if the copy would be the input itself."""
         fmt = parse(cast.format)
-        is_narrower = bytes_per_element(fmt) < tensor_of(cast.x).dtype.itemsize
-        return fmt if is_narrower and self.needs_no_saving(cast.x) else None
+        is_copy = fmt.torch_dtype is not tensor_of(cast.x).dtype
+        return fmt if is_copy and self.needs_no_saving(cast.x) else None
 
     def _is_cast(self, q: Node) -> bool:
         """Return whether a forward value is stored only to be decoded for backward, and nothing else reads its codes.
