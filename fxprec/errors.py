@@ -30,18 +30,22 @@ class PlanError(FxprecError, ValueError):
 class BudgetError(FxprecError, ValueError):
     """No assignment meets the requested ratio or budget."""
 
+    asked: str = ""
+    """For a peak budget: the budget, as text."""
     found: str = ""
     """For a peak budget: how much the smallest plan found keeps in memory, as text."""
     enough: int = 0
     """Bytes of a peak budget that could be met; 0 if unknown."""
+    high: int = 0
+    """Bytes of the step's peak with every value saved; 0 if the budget cannot be a share of it."""
     ways: tuple[str, ...] = ()
     """What the user can do instead of raising the budget."""
 
     @classmethod
-    def of_peak(cls, asked: str, found: str, enough: int, said: str, ways: Iterable[str]) -> Self:
-        """Return the error for a peak budget that no plan meets. ``said``: a budget that suffices, as text."""
-        error = cls(f"peak_budget is {asked}, and {found}; {either(f'raise it to {said}', *ways)}")
-        error.found, error.enough, error.ways = found, enough, tuple(ways)
+    def of_peak(cls, asked: str, found: str, enough: int, said: str, ways: Iterable[str], high: int = 0) -> Self:
+        """Return the error for a peak budget that no plan meets. ``said``: how far to raise the budget, as text."""
+        error = cls(f"peak_budget is {asked}, and {found}; {either(f'raise it {said}', *ways)}")
+        error.asked, error.found, error.enough, error.ways, error.high = asked, found, enough, tuple(ways), high
         return error
 
 

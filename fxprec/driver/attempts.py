@@ -105,7 +105,7 @@ class PeakAttempts:
             found = f"the best of {ATTEMPTS} plans holds {readable(least)} as compiled"
             gradients = max(planned.live, key=sum)[LIVE.index("gradients returned")] if planned.live else 0
             ways = [hold_less(gradients, planned.planned)]
-            raise BudgetError.of_peak(asked, found, wanted, budget_text(wanted, high), ways)
+            raise BudgetError.of_peak(asked, found, wanted, f"to {budget_text(wanted, high)}", ways, high=high)
         assert planned.waiting is not None
         part = self.part
         if held > planned.room:

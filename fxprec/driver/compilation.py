@@ -30,6 +30,7 @@ from fxprec.driver.compiler import Attempt, Compiler
 from fxprec.driver.size_guards import SizeGuards
 from fxprec.driver.warm_start import KnownHalf, repeat_events, sources
 from fxprec.driver.wrappers import Run, entered, ranged
+from fxprec.errors import BudgetError
 from fxprec.passes.name_grouped import name_grouped
 from fxprec.passes.narrow_attention import narrow_attention
 from fxprec.plan import PeakBytes, Plan
@@ -43,8 +44,19 @@ log = logging.getLogger(__name__)  # TORCH_LOGS="fxprec" shows it, "+fxprec" the
 def compile_graph(compiler: Compiler, captured: Captured, given: Plan | None, step: int) -> Compiled:
     """Compile with the plan ``given``, or solve for one. Repeat if the plan breaks a budget or the table is small.
 
-    ``step`` is the step that events are noted for.
+    ``step`` is the step that events are noted for. Raises `BudgetError`, which names a budget that compiling confirms.
     """
+    try:
+        return _compile_graph(compiler, captured, given, step)
+    except BudgetError as error:
+        from fxprec.driver.enough import can_confirm, confirmed  # imported here: few runs need it
+
+        if given is not None or not can_confirm(compiler, error):
+            raise
+        raise confirmed(error, compiler, lambda trial: _compile_graph(trial, captured, None, step)) from None
+
+
+def _compile_graph(compiler: Compiler, captured: Captured, given: Plan | None, step: int) -> Compiled:
     verb = "compiling" if captured.identity.is_training else "compiling for evaluation:"
     with captured.tracing() as examples, progress.telling(f"{verb} {compiler.log.name}"):
         key = compiler.key(captured, given)

@@ -58,6 +58,8 @@ class Compiler:
     """The parameters that backward steps, if the backend has an optimizer."""
     whole_step: WholeStep | None = None
     """The bytes that a step budget counts beside the peak."""
+    confirms: bool = True
+    """Whether a budget that an error names is compiled for first, which shows that it is enough."""
 
     @classmethod
     def of(

@@ -139,7 +139,9 @@ class PlannedGraph:
     def _compile_within(self, given: Plan | None, budget: StepBudget) -> None:
         """Bound the peak by the bytes that weights and optimizer states leave of the step budget, and compile."""
         self.settings = replace(self.compiler.settings, peak_budget=PeakBudget(budget.left))
-        self.compiler = replace(self.compiler, settings=self.settings, whole_step=budget.for_plan)
+        self.compiler = replace(
+            self.compiler, settings=self.settings, whole_step=budget.for_plan, confirms=budget.is_last
+        )
         self._compile(given)
         self._log.note(
             "memory", self._log.name, f"{budget.said()}; {readable(budget.left)} are left for the rest of the step"

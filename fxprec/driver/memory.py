@@ -56,7 +56,7 @@ class CompiledPeak:
     bytes: int | None = None
     """Live bytes at the step's peak; None until both halves are replayed."""
     waiting: int = 0
-    """Bytes of the forward half's results, live between the halves."""
+    """Bytes of the forward half's results, live between the halves; without statistics."""
     seen: tuple[int, ...] = ()
     """Live bytes after each allocation of the step, in order."""
     unread: str = ""
@@ -90,7 +90,8 @@ class CompiledPeak:
         self._named = dict(zip(half.results, self._results, strict=False))  # statistics come after them
         self.seen = tuple(memory.seen)
         self._forward = memory.peak
-        self.waiting = compat.storage_bytes(self._results, self._free, self.device, memory.taken)
+        own = self._results[: len(half.results)]
+        self.waiting = compat.storage_bytes(own, self._free, self.device, memory.taken)
 
     def _saw_backward(self, half: PlainHalf, code: object) -> None:
         new = compat.fakes_like(half.examples, self._mode)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from fxprec.passes.budget_part import BudgetPart
 from fxprec.passes.crossings.shared_budget import SharedBudget
 from fxprec.passes.notice import hold_less, readable
 from fxprec.plan import PeakBytes
+from fxprec.plan.rows import PeakPoint
 
 if TYPE_CHECKING:
     from fxprec.driver.graph import PlannedGraph
@@ -98,8 +100,9 @@ class SharedPeak:
         self, asked: PeakBudget, graphs: Mapping[int, PlannedGraph], peaks: Mapping[int, PeakBytes]
     ) -> Mapping[int, BudgetPart]:
         gradients = {index: graph.captured.gradient_bytes(graph.compiler.stepped) for index, graph in graphs.items()}
-        shared = SharedBudget({i: peak.points for i, peak in peaks.items()}, self._known, gradients)
-        budget = asked.bytes_of(shared.peak({i: peak.points[0] for i, peak in peaks.items()}))
+        points = {i: _as_compiled(peak) for i, peak in peaks.items()}
+        shared = SharedBudget(points, self._known, gradients)
+        budget = asked.bytes_of(shared.peak({i: found[0] for i, found in points.items()}))
         room = budget - max(peak.reserved for peak in peaks.values())
         chosen = shared.within(_MARGIN * room) or shared.within(room)
         if chosen is None:
@@ -111,6 +114,15 @@ class SharedPeak:
                 f"to {readable(least)}, {way}, or compile the model without graph breaks"
             )
         return shared.parts(chosen, budget)
+
+
+def _as_compiled(peak: PeakBytes) -> Sequence[PeakPoint]:
+    """Return the choices for a graph, each with the bytes that the first step's code held beyond its prediction."""
+    if peak.compiled is None or peak.graphs > 1:  # not of the first step, whose plan is the last point
+        return peak.points
+    beyond = max(peak.compiled - peak.planned, 0)
+    waiting = max((peak.waiting or 0) - peak.points[-1].waiting, 0)
+    return [replace(p, peak=p.peak + beyond, waiting=p.waiting + waiting) for p in peak.points]
 
 
 def _compiled_node(result: torch.Tensor) -> Any:

@@ -35,6 +35,8 @@ class StepBudget:
     """Whether the optimizers have parameters of more than 16 bits per element."""
     chosen: States | None = None
     """The form chosen for optimizer states with states='auto'; None if there are none."""
+    is_last: bool = True
+    """Whether no smaller form is left to try."""
 
     @classmethod
     def of(cls, asked: int, optimizers: AllOptimizers, inputs: Sequence[GraphInput], args: Sequence[object]) -> Self:
@@ -54,21 +56,21 @@ class StepBudget:
         """
         forms: Sequence[States | None] = STATES if optimizers.has_open_states else (None,)
         for form in forms:
-            tried = replace(self, states=optimizers.state_bytes(form), chosen=form)
+            tried = replace(self, states=optimizers.state_bytes(form), chosen=form, is_last=form == forms[-1])
             try:
-                tried._compile(compile_within, is_last=form == forms[-1])
+                tried._compile(compile_within)
             except BudgetError:
-                if form == forms[-1]:
+                if tried.is_last:
                     raise
             else:
                 if form is not None:
                     optimizers.close_states(form)
                 return
 
-    def _compile(self, compile_within: Callable[[Self], None], *, is_last: bool) -> None:
+    def _compile(self, compile_within: Callable[[Self], None]) -> None:
         """Compile within the bytes left; if none are left, within 1 byte with the last form, to find what suffices."""
         nothing = BudgetError(f"{self.said()}, and nothing is left for the step; raise it")
-        if self.left <= 0 and not is_last:
+        if self.left <= 0 and not self.is_last:
             raise nothing
         try:
             compile_within(self if self.left > 0 else replace(self, asked=self.throughout + 1))
