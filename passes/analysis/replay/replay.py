@@ -105,8 +105,9 @@ class Replay:
 
     def _cast_kind(self, fmt: AnyFormat, form: Form | None) -> Kind:
         """Return how a copy is written, and how it is read back."""
-        is_own_kernel = form is not None and form.kernel is not Kind.FUSED
-        return form.kernel if is_own_kernel else self.step.cast_kernels.kind(fmt)
+        if form is not None and form.kernel is not Kind.FUSED:
+            return form.kernel
+        return self.step.cast_kernels.kind(fmt)
 
     def _format(self, node: Node) -> AnyFormat | None:
         """Return the format of a value's copy that waits for backward, or None."""
