@@ -233,3 +233,12 @@ def test_a_ratio_is_taken_exactly_when_it_lies_in_range(ratio):
     else:
         with pytest.raises(ConfigError):
             Config(low_ratio=ratio)
+
+
+def test_a_seed_that_shuffles_nothing_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^seed=3 shuffles the groups of policy='random', and policy is 'size'; give pol"
+    ):
+        fxprec.Config(seed=3)
+    assert fxprec.Config(seed=3, policy="random").seed == 3
+    assert fxprec.Config(seed=3, policy=lambda problem: None).seed == 3, "a policy of one's own may read it"  # type: ignore[arg-type,return-value]

@@ -103,6 +103,7 @@ def drawn(pick: random.Random) -> Case:
     needed = {
         "dump": ("folder", case.keys() & {"dump_tensors", "dump_every", "dump_limit"}),
         "dump_tensors": (("*",), case.keys() & {"dump_every", "dump_limit"}),
+        "policy": ("random", "seed" in case),
         "weights": ("bfloat16", case["recipe"] == "bf16-pure"),
         "peak_budget": (pick.choice(OPTIONS["peak_budget"][1:]), with_budget == {"ways"}),
         "storage": ("packed" if case["recipe"] in ("near", "hfp8") else "native", with_budget),

@@ -48,6 +48,11 @@ def refuse_contradictions(config: Config) -> None:
                 f"{name} is about the tensors that dump_tensors names, and none is named; give dump_tensors=('*',) for "
                 f"all of them, or leave {name} out"
             )
+    if config.seed and config.plan is None and config.policy != "random" and not callable(config.policy):
+        raise ConfigError(
+            f"seed={config.seed} shuffles the groups of policy='random', and policy is {config.policy!r}; give "
+            "policy='random' too, or leave seed out"
+        )
     if config.peak_budget is not None:
         _refuse_with_budget(config, "peak_budget")
     goals = ("low_ratio", "activation_budget", "plan")

@@ -54,7 +54,8 @@ class Backend(Watched):
     A ``recorder`` sees every half that runs. An ``optimizer`` of `fxprec.optim`, or a list of them, steps parameters
     during backward. A ``step_budget`` (bytes, or ``"8GiB"``) bounds weights, optimizer states and the step's peak
     together. A copy of the backend has neither optimizer nor step budget. Raises `ConfigError` for an optimizer of
-    another class, for a step budget without an optimizer, and for options that belong into the config.
+    another class, for a step budget without an optimizer, for ``dump_tensors`` without a folder, and for options that
+    belong into the config.
     """
 
     def __init__(
@@ -90,7 +91,10 @@ class Backend(Watched):
         is_dynamic = isinstance(scaling, LossScaling) and scaling.dynamic
         self._skips = StepSkipper(self._controllers, self._log.tell) if is_dynamic else None
         given = None if self.config.plan is None else as_edited(Plan.load(self.config.plan))
-        self._model = Model(self._settings, given, self._skips, dump or DumpFolder.of(self.config), recorder)
+        folder = dump or DumpFolder.of(self.config)
+        if self.config.dump_tensors and folder is None:
+            raise ConfigError("dump_tensors has no folder to write to; give dump='DIR' too")
+        self._model = Model(self._settings, given, self._skips, folder, recorder)
         if optimizer is not None:
             from fxprec.driver.updates import steppers_of  # imported here: few runs need it
             from fxprec.runtime.optim.in_backward import InBackward

@@ -28,11 +28,27 @@ def steppers_of(optimizer: object) -> Sequence[Stepper]:
     found = [one for one in given if isinstance(one, Stepper)]
     if not found or len(found) < len(given):
         other = next((one for one in given if one not in found), optimizer)
-        raise ConfigError(
-            f"optimizer is {type(other).__name__}, whose step no kernel is known for; give it an AdamW, Lion, Muon or "
-            "SGD of fxprec.optim, a list of them, or leave it out"
-        )
+        raise ConfigError(f"optimizer is {_named(other)}, whose step no kernel is known for; {_instead_of(other)}")
     return found
+
+
+def _named(optimizer: object) -> str:
+    """Return a class's name, with its module: torch's classes and ours have the same names."""
+    kind = type(optimizer)
+    module = kind.__module__
+    name = "torch.optim" if module.startswith("torch.optim.") else module
+    return kind.__name__ if module == "builtins" else f"{name}.{kind.__name__}"
+
+
+def _instead_of(optimizer: object) -> str:
+    name = type(optimizer).__name__
+    if name in _OURS:
+        return f"give it fxprec.optim.{name}, or leave it out"
+    return "give it an AdamW, Lion, Muon or SGD of fxprec.optim, a list of them, or leave it out"
+
+
+_OURS = ("AdamW", "Lion", "Muon", "SGD")
+"""Classes of `fxprec.optim`, which other libraries have under the same names."""
 
 
 @dataclass(frozen=True)

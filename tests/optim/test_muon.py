@@ -175,8 +175,15 @@ def test_what_is_refused() -> None:
             fxprec.optim.Muon([nn.Parameter(whole)])
     with pytest.raises(ValueError, match="Adjust learning rate function unknown is not supported"):
         fxprec.optim.Muon(weights(), adjust_lr_fn="unknown")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="optimizer is Muon, whose step no kernel is known for; give it an AdamW, Li"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^optimizer is torch.optim.Muon, whose step no kernel is known for; give it fxprec.optim.Muon, or",
+    ):
         fxprec.Backend(optimizer=[fxprec.optim.SGD(weights()), torch.optim.Muon(weights())])
+    with pytest.raises(
+        ConfigError, match=r"^optimizer is torch.optim.Adam, whose .*; give it an AdamW, Lion, Muon or SGD of fx"
+    ):
+        fxprec.Backend(optimizer=torch.optim.Adam(weights()))
     with pytest.raises(ConfigError, match="optimizer is list, whose step"):
         fxprec.Backend(optimizer=[])
 
