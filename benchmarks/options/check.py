@@ -26,6 +26,7 @@ BEFORE, SAVED, STEPS = 2, 3, 5
 """Steps before tensors are promoted, before a checkpoint is saved, and in all."""
 SAMPLES, TIMES = 2, 10.0
 """A difference is explained where it is below ``TIMES`` the largest of ``SAMPLES`` runs with noise of the formats' size."""
+KERNELS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product", "var_mean", "sum", "mean", "amax")
 NUMBERS = dict[str, Tensor]
 
 
@@ -165,6 +166,8 @@ def effects(options: dict[str, Any], backend: fxprec.Backend) -> Iterator[str]:
             if patterns != "ends" and any(covers(p, site.module) for p in patterns) and site.format in low:
                 yield f"keep_high {patterns}: {site.tensor} of {site.module} is in {site.format}"
             ways = ("", "keep", *options.get("ways", ("narrow", "recompute")))
+            is_pointwise = not site.tensor.startswith(KERNELS)
+            ways = (*ways, "recompute") if is_pointwise else ways  # Inductor repeats it by itself
             if site.way not in ways and not (site.way == "narrow" and site.saved_as):
                 yield f"ways {options.get('ways')}: {site.tensor} has the way {site.way}"
 
