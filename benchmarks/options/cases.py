@@ -58,7 +58,11 @@ LOOP: dict[str, tuple[Any, ...]] = {
     "resume": (False, True),
     "replan": (False, True),
 }
-CHOICES = {"network": ("mlp", "residual", "block", "experts", "checkpointed", "broken"), **OPTIONS, **LOOP}
+CHOICES = {
+    "network": ("mlp", "residual", "block", "experts", "checkpointed", "broken", "masked", "down"),
+    **OPTIONS,
+    **LOOP,
+}
 RARE = {"accumulator", "activation_budget", "peak_budget", "low_ratio", "step_budget", "weights", "retain", "strict"}
 OBSERVERS = (
     "watch_every",

@@ -54,6 +54,40 @@ class Block(nn.Module):
         return F.linear(x, self.embed.weight)
 
 
+class Masked(nn.Module):
+    """Attention that leaves out padding, with two heads, a dropout before them, and a logarithm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.words, self.whole = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x, is_word = self.embed(tokens), (tokens > 3) | (tokens == tokens[:, :1])
+        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        read = F.scaled_dot_product_attention(q, k, v, attn_mask=is_word[:, None, None, :])
+        x = F.dropout(x + read.transpose(1, 2).flatten(2), 0.1, self.training)
+        return self.words(x), F.log_softmax(self.whole(torch.log1p(x.square()).mean(1)), -1)
+
+
+class Down(nn.Module):
+    """A level of a U-Net: a pooling, an upsampling, and what was before the pooling beside it; a group norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.inner, self.last = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.Conv2d(16, 4, 1),
+        )
+        self.norm, self.second = nn.BatchNorm2d(8), nn.GroupNorm(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.leaky_relu(self.norm(self.stem(x)), 0.1)
+        y = F.silu(self.second(self.inner(F.max_pool2d(x, 2))))
+        return self.last(torch.cat([x, F.interpolate(y, scale_factor=2.0, mode="nearest")], 1))
+
+
 class Experts(nn.Module):
     """Two SwiGLU experts, mixed by a softmax, between two uses of one weight."""
 
@@ -104,7 +138,8 @@ def mlp() -> nn.Module:
 
 
 NETWORKS = {"mlp": mlp, "residual": Residual, "block": Block, "experts": Experts, "checkpointed": Checkpointed,
-            "broken": lambda: Checkpointed(breaks=True)}  # fmt: skip
+            "broken": lambda: Checkpointed(breaks=True), "masked": Masked, "down": Down}  # fmt: skip
+TOKENS, IMAGES = ("block", "masked"), ("residual", "down")
 
 
 class Training:
@@ -172,15 +207,17 @@ class Training:
 
     def _batch(self, seed: int, rows: int) -> Tensor:
         pick = torch.Generator().manual_seed(100 + seed)
-        if self.case.network == "block":
+        if self.case.network in TOKENS:
             return torch.randint(0, WIDTH, (rows, 12), generator=pick)
-        shape = (rows, 3, 8, 8) if self.case.network == "residual" else (rows, WIDTH)
+        shape = (rows, 3, 8, 8) if self.case.network in IMAGES else (rows, WIDTH)
         return torch.randn(shape, generator=pick).to(getattr(torch, self.case.weights))
 
     def _loss(self, inputs: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         torch.manual_seed(seed)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.case.autocast):
             outputs = self.called(inputs)
+        if isinstance(outputs, tuple):
+            outputs = torch.cat([each.float().flatten() for each in outputs])
         target = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(seed))
         return F.mse_loss(outputs.float(), target), outputs
 
