@@ -75,7 +75,8 @@ def _beyond(case: Case, said: str, folder: str) -> Iterator[str]:
     found = re.search(r"(\w+_budget) is .*(?:raise it to|at least) [^(]*\((\d+) bytes\)", said)
     if found is not None:
         try:
-            case = {**case, "sizes": setting(case, "sizes")[:1]}  # larger batches need more
+            # Larger batches need more, and an evaluation takes a whole one.
+            case = {**case, "sizes": setting(case, "sizes")[:1], "evaluate": None}
             Training(case, options_of(case, folder) | {"strict": False, found[1]: int(found[2])}).run(0, BEFORE)
         except FxprecError as error:
             yield f"{found[1]} of {found[2]} bytes, which an error named as enough: {error}"
