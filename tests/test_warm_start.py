@@ -65,7 +65,8 @@ OTHER: list[dict[str, Any]] = [
     {"accumulator": "1-6-9", "storage": "simulate"},
     {"mode": "max-autotune"},
     {"grouping": "dataflow"},
-    {"seed": 1},
+    {"policy": "random"},
+    {"policy": "random", "seed": 1},
     {"on_nonfinite": "raise"},
     {"strict": True},
 ]
