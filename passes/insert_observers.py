@@ -13,6 +13,7 @@ from fxprec.config.recipes import Recipe
 from fxprec.ir.symbolic import Damage, Observe
 from fxprec.passes.analysis.gradients import GradientWalk
 from fxprec.passes.analysis.groups import Grouped
+from fxprec.passes.analysis.joint import same_shape, tensor_of
 from fxprec.passes.analysis.values import is_plain_float
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.lowering.stats import append_gathered
@@ -40,7 +41,7 @@ class InsertObservers(Pass):
 
 def _observe(grouped: Grouped, value: Node, gradient: Node, recipe: Recipe) -> Node:
     """Insert an ``observe`` node, and return the gradient that its users read from now on."""
-    if gradient.meta["val"].shape != value.meta["val"].shape:
+    if not same_shape(tensor_of(gradient), tensor_of(value)):
         return gradient  # a view of the gradient: the walk found no sum in the value's own shape
     if not is_plain_float(gradient):
         return gradient

@@ -15,7 +15,16 @@ from torch.fx import Graph, Node
 from fxprec.ir.operators import Moves, moving_as
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.passes.analysis import ops, regions
-from fxprec.passes.analysis.joint import is_backward, numel_hint, operator_of, readers, shown, tensor_of, value
+from fxprec.passes.analysis.joint import (
+    is_backward,
+    numel_hint,
+    operator_of,
+    readers,
+    same_shape,
+    shown,
+    tensor_of,
+    value,
+)
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.sites import replace_node
 
@@ -86,15 +95,15 @@ def _in_forward(x: Node, wanted: list[Node]) -> Node | None:
 
 def _is_same(a: Node, b: Node) -> bool:
     """Return whether two differences are equal: both subtract the same mean from the same views of one tensor."""
-    if tensor_of(a).shape != tensor_of(b).shape or tensor_of(a).dtype != tensor_of(b).dtype:
+    if not same_shape(tensor_of(a), tensor_of(b)) or tensor_of(a).dtype != tensor_of(b).dtype:
         return False
     seen_a, seen_b = (
         [(view.target, view.args[1:], view.kwargs) for view in shown(n.all_input_nodes[0], _is_listed)[1]]
         for n in (a, b)
     )
     mean_a, mean_b = (n.all_input_nodes[1] for n in (a, b))
-    same_shape = tensor_of(mean_a).shape == tensor_of(mean_b).shape
-    return seen_a == seen_b and same_shape and _of_any_shape(mean_a) is _of_any_shape(mean_b)
+    is_one_shape = same_shape(tensor_of(mean_a), tensor_of(mean_b))
+    return seen_a == seen_b and is_one_shape and _of_any_shape(mean_a) is _of_any_shape(mean_b)
 
 
 def _is_listed(node: Node) -> bool:

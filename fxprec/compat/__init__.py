@@ -107,6 +107,8 @@ from fxprec.compat.processor import has_cpu_gemm as has_cpu_gemm
 from fxprec.compat.raised import cause_of as cause_of
 from fxprec.compat.raised import quiet_fakes as quiet_fakes
 from fxprec.compat.raised import users_line as users_line
+from fxprec.compat.sizes import guessed_sizes as guessed_sizes
+from fxprec.compat.sizes import traced_size as traced_size
 from fxprec.compat.stored import loops_share_files as loops_share_files
 from fxprec.compat.stored import storable as storable
 from fxprec.compat.stored import stored_autograd as stored_autograd

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch._inductor.select_algorithm import extern_kernels
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fxprec.compat.sizes import traced_size
+
 
 class NotReplayedError(Exception):
     """The generated code cannot be replayed: for example it has a loop, reads a number from a tensor, or is C++."""
@@ -105,7 +107,9 @@ def _fake_like(value: object) -> Any:
 
 
 def _number(value: object) -> Any:
-    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat) else value
+    if isinstance(value, torch.SymInt):
+        return traced_size(value)
+    return value.node.hint if isinstance(value, torch.SymFloat) else value
 
 
 def replayed(code: object, inputs: Sequence[Any], mode: FakeTensorMode, memory: LiveBytes) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from typing import Self, TypeAlias
 from torch.fx import Node
 
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import tensor_of, value
+from fxprec.passes.analysis.joint import same_shape, tensor_of, value
 from fxprec.passes.analysis.operators import Operator, Operators
 
 
@@ -178,5 +178,5 @@ def _identity_inputs(op: Operator | None) -> list[Node]:
     if not op.backward:
         return read or op.inputs
     result = tensor_of(op.outputs[0])
-    same = [n for n in read if (val := value(n)) is not None and val.shape == result.shape]
+    same = [n for n in read if (val := value(n)) is not None and same_shape(val, result)]
     return same[:1] if op.aten == "aten.sub" else same

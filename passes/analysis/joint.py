@@ -11,7 +11,9 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fxprec import compat
 from fxprec.ir.symbolic import TABLE_COLUMNS
 from fxprec.passes.analysis import descriptors, ops
 from fxprec.passes.analysis.inputs import GraphInput, InputKind
@@ -148,10 +150,8 @@ def bytes_of(val: torch.Tensor) -> int:
 
 
 def dim_hint(size: int | torch.SymInt) -> int:
-    """Return the value that a size had when the graph was traced."""
-    if isinstance(size, torch.SymInt):
-        return int(size.node.hint) if size.node.hint is not None else int(size)
-    return int(size)
+    """Return the value that a size had when the graph was traced, or an assumed one: see `compat.traced_size`."""
+    return compat.traced_size(size)
 
 
 def numel_hint(val: torch.Tensor) -> int:
@@ -160,6 +160,12 @@ def numel_hint(val: torch.Tensor) -> int:
     for size in val.shape:
         count *= dim_hint(size)
     return count
+
+
+def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape at all sizes; unlike ``==`` this adds no guard on sizes."""
+    pairs = zip(a.shape, b.shape, strict=True) if a.ndim == b.ndim else [(0, 1)]
+    return all(bool(statically_known_true(x == y)) for x, y in pairs)
 
 
 def shape_text(val: torch.Tensor) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -178,12 +179,21 @@ def _returned(joint: JointGraph) -> set[Node]:
 
 
 def _pair_backward(operators: Operators) -> None:
-    """Assign each backward node to the first operator with its ``seq_nr``, the one that autograd recorded."""
-    by_seq: dict[int, Operator] = {}
+    """Assign each backward node to the operator with its ``seq_nr`` that autograd recorded.
+
+    That is the first operator with the number. A nested tensor records its linear layer as a whole, and runs a view and
+    a GEMM with one number: there the owner is the GEMM, because backward multiplies and a view's backward does not.
+    """
+    by_seq: dict[int, list[Operator]] = defaultdict(list)
     for op in operators.all:
         if op.seq_nr is not None and (op.outputs or op.is_gemm):
-            by_seq.setdefault(op.seq_nr, op)
+            by_seq[op.seq_nr].append(op)
+    backward: dict[int, list[Node]] = defaultdict(list)
     for node in operators.joint.backward_nodes():
-        owner = by_seq.get(node.meta.get("seq_nr", -1))
-        if owner is not None and node not in operators.accumulations:
-            owner.backward.append(node)
+        if (seq_nr := node.meta.get("seq_nr", -1)) in by_seq and node not in operators.accumulations:
+            backward[seq_nr].append(node)
+    for seq_nr, nodes in backward.items():
+        owner = by_seq[seq_nr][0]
+        if owner.is_view and any(node.target in ops.GEMMS for node in nodes):
+            owner = next((op for op in by_seq[seq_nr] if op.is_gemm), owner)
+        owner.backward += nodes

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch.fx import GraphModule, Node
 
-from fxprec.passes.analysis.joint import numel_hint, value
+from fxprec import compat
+from fxprec.passes.analysis.joint import numel_hint, tensor_of, value
 from fxprec.passes.analysis.operators import Operators
 from fxprec.passes.base import Work
 from fxprec.passes.notice import Notice
@@ -15,13 +16,14 @@ from fxprec.plan.lines import place
 
 
 def notices_of_unplanned(work: Work, *, rounds_gradients: bool) -> Iterator[Notice]:
-    """Yield a notice for the first complex value, the first float64 value, and each nested graph.
+    """Yield a notice for the first complex value, the first float64 value, each nested graph, and a guessed size.
 
     With ``rounds_gradients`` also yield a notice for each sparse gradient, which is not rounded.
     """
     yield from _complex_values(work.operators)
     yield from _float64_values(work)
     yield from _nested_graphs(work.operators)
+    yield from _guessed_sizes(work)
     if rounds_gradients:
         yield from _sparse_gradients(work)
 
@@ -66,6 +68,23 @@ def _nested_graphs(operators: Operators) -> Iterator[Notice]:
 def _is_graph(node: Node) -> bool:
     owner = node.graph.owning_module
     return node.op == "get_attr" and isinstance(getattr(owner, str(node.target), None), GraphModule)
+
+
+def _guessed_sizes(work: Work) -> Iterator[Notice]:
+    """Yield a notice for the first size that a budget in bytes counts with a guess, since the data decides the size."""
+    if not work.fits_peak and work.settings.activation_budget is None:
+        return
+    budget = "peak_budget" if work.fits_peak else "activation_budget"
+    for op in work.operators.all:
+        for node in op.outputs:
+            guessed = {name: n for size in tensor_of(node).shape for name, n in compat.guessed_sizes(size).items()}
+            for name, guess in guessed.items():
+                detail = (
+                    f"{budget} counts {guess} for {name}, a size that the data decides and nothing bounds, so a larger "
+                    "one may exceed the budget; bound it in the model, as by torch._check(n <= 512)"
+                )
+                yield Notice(place(node.name, op.module, op.source), detail)
+                return
 
 
 def _sparse_gradients(work: Work) -> Iterator[Notice]:
