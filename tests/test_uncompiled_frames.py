@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxprec
 from fxprec.driver import uncompiled
@@ -170,3 +171,31 @@ def test_what_a_compilation_ended_in_is_part_of_the_reason(monkeypatch: pytest.M
     torch.compiler.reset()
     with pytest.raises(fxprec.FallbackError, match=words):
         train_step(torch.compile(Net(breaks=False), backend="fxprec", options=OPTIONS | {"strict": True}))
+
+
+class Counted(TorchDispatchMode):
+    """Counts operators, as `FlopCounterMode` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_first_step_inside_of_a_dispatch_mode_is_told_and_the_next_is_compiled(strict: bool) -> None:
+    """Dynamo marked the code to be skipped: all later steps ran uncompiled, and nothing said so."""
+    model = torch.compile(Net(breaks=False), backend="fxprec", options={**OPTIONS, "strict": strict})
+    words = r"forward \(.*runs uncompiled in this call, .* torch dispatch mode, here Counted; calls outside of it"
+    expected = (
+        pytest.raises(fxprec.FallbackError, match=words) if strict else pytest.warns(fxprec.FxprecWarning, match=words)
+    )
+    with Counted() as counted, expected as told:
+        train_step(model)
+    assert strict or (counted.seen and len(told) == 1)
+    assert not fxprec.backend_of(model).plans
+    train_step(model)
+    assert len(fxprec.backend_of(model).plans) == 1

@@ -149,4 +149,9 @@ recompiles_per_model = optional("fxprec.compat.frames", "recompiles_per_model", 
 frames_left_uncompiled = optional(
     "fxprec.compat.frames", "frames_left_uncompiled", "no warning names code that runs uncompiled"
 )
+calls_inside_modes = optional(
+    "fxprec.compat.modes",
+    "calls_inside_modes",
+    "code that first runs inside a dispatch mode stays uncompiled, silently",
+)
 graph_breaks = optional("fxprec.compat.frames", "graph_breaks", "no event names code that is compiled in pieces")

@@ -64,7 +64,7 @@ def recompiles_per_model(
         known.by_frame[compile_id.frame_id] += 1
         exceeded, limit = exceeds(replace(cache_size, **sizes), id_)
         if exceeded:
-            hit(backend, _named(code), f"{limit} ({getattr(torch._dynamo.config, limit)})")
+            hit(backend, named(code), f"{limit} ({getattr(torch._dynamo.config, limit)})")
             known.at_limit[code] = _limits()
         return exceeded, limit
 
@@ -73,9 +73,9 @@ def recompiles_per_model(
             known = compilations_of(innermost_backend(self._torchdynamo_orig_backend))
             at_limit = {} if known is None else known.at_limit
             if at_limit.get(frame.f_code) == _limits():
-                return _RUN_ONLY
+                return RUN_ONLY
             result = convert(self, frame, *args, **options)
-            return _RUN_ONLY if at_limit.get(frame.f_code) == _limits() else result
+            return RUN_ONLY if at_limit.get(frame.f_code) == _limits() else result
 
         return convert_frame_of
 
@@ -93,7 +93,7 @@ def _limits() -> tuple[int, int]:
 
 _dynamo: Any = convert_frame
 _ALONE = _dynamo.FrameExecStrategy(_dynamo.FrameAction.RUN_ONLY, _dynamo.FrameAction.RUN_ONLY)
-_RUN_ONLY = _dynamo.ConvertFrameReturn(_ALONE, apply_to_code=False)
+RUN_ONLY = _dynamo.ConvertFrameReturn(_ALONE, apply_to_code=False)
 """A result that makes Dynamo run this call with code compiled earlier, or uncompiled."""
 
 
@@ -114,7 +114,7 @@ def frames_left_uncompiled(tell: Callable[[object, str, object, str], None]) -> 
             if self._one_graph:  # the user set fullgraph=True, so the error ends the call
                 raise
             if not frame.f_code.co_flags & _GENERATORS and _LIMIT not in reason:  # a generator is never compiled
-                tell(innermost_backend(self._torchdynamo_orig_backend), _named(frame.f_code), _owner(frame), reason)
+                tell(innermost_backend(self._torchdynamo_orig_backend), named(frame.f_code), _owner(frame), reason)
             raise
 
     with replaced(convert_frame.ConvertFrameAssert, "__call__", lambda _: convert_and_watch):
@@ -150,7 +150,7 @@ def graph_breaks(tell: Callable[[object, str, object, str, Called], None]) -> It
         frame = args[0]
         for reason, called in breaks.items():
             is_wrapper = frame.f_code.co_filename == external_utils.__file__  # around a module with torch's own forward
-            name = type(called.modules[0]).__name__ if is_wrapper and called.modules else _named(frame.f_code)
+            name = type(called.modules[0]).__name__ if is_wrapper and called.modules else named(frame.f_code)
             tell(innermost_backend(self._torchdynamo_orig_backend), name, _owner(frame), reason, called)
         return result
 
@@ -221,5 +221,6 @@ def _owner(frame: FrameType) -> object:
     return frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
 
 
-def _named(code: CodeType) -> str:
+def named(code: CodeType) -> str:
+    """Return a function's name with its file and line."""
     return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"

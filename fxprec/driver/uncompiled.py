@@ -30,9 +30,10 @@ class Frames:
     left: dict[str, str] = field(default_factory=dict)
     """The code that does not run compiled, and why."""
 
-    def tell(self, code: str, detail: str) -> None:
+    def tell(self, code: str, detail: str, *, is_for_good: bool = True) -> None:
         """Warn that ``code`` does not run compiled. Raises `FallbackError` through Dynamo under ``strict``."""
-        self.left.setdefault(code, detail)
+        if is_for_good:
+            self.left.setdefault(code, detail)
         try:
             self.log.tell(code, detail, step=self.step())
         except FxprecError as error:
@@ -129,15 +130,26 @@ def _replace(patches: ExitStack) -> None:
     def tell_of_limit(wrapper: object, code: str, limit: str) -> None:
         tell(wrapper, code, _LIMIT.format(limit))
 
+    def tell_of_mode(wrapper: object, code: str, mode: str) -> bool:
+        frames = known(wrapper)
+        if frames is not None:
+            frames.tell(code, _MODE.format(mode), is_for_good=False)
+        return frames is not None
+
     patches.enter_context(compat.recompiles_per_model(compilations, tell_of_limit))
     patches.enter_context(compat.frames_left_uncompiled(tell_of_frame))
     patches.enter_context(compat.graph_breaks(note_break))
+    patches.enter_context(compat.calls_inside_modes(tell_of_mode))
 
 
 _LIMIT = (
     "runs uncompiled, in the model's own precision, where no compiled code fits: this model hit "
     "torch._dynamo.config.{}, and Dynamo compiles this code no further for it; see "
     'TORCH_LOGS="recompiles" for what changes from call to call, make it a tensor, or raise the limit'
+)
+_MODE = (
+    "runs uncompiled in this call, in the model's own precision: Dynamo compiles nothing inside of a torch dispatch "
+    "mode, here {}; calls outside of it are compiled"
 )
 _ALLOW = "Set torch._dynamo.config.allow_rnn=True to compile it"
 _BREAK = (

@@ -1,0 +1,51 @@
+"""Watch calls inside of a torch dispatch mode, such as `FlopCounterMode`, where Dynamo compiles nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._dynamo import convert_frame, trace_rules
+from torch.utils import _python_dispatch
+
+from fxprec.compat.backends import innermost_backend
+from fxprec.compat.frames import RUN_ONLY, named
+from fxprec.compat.patches import replaced
+
+_dynamo: Any = convert_frame
+
+
+@contextmanager
+def calls_inside_modes(tell: Callable[[object, str, str], bool]) -> Iterator[None]:
+    """Call ``tell(backend, code, mode)`` for a frame that Dynamo would compile but for a dispatch mode.
+
+    Dynamo marks such code to run uncompiled for good. Where ``tell`` returns True, this call alone runs uncompiled.
+    """
+    convert = _dynamo.CatchErrorsWrapper.__call__
+
+    def convert_and_watch(self: Any, frame: Any, *args: Any, **options: Any) -> Any:
+        mode = _skipping_mode()
+        if mode is None or torch._dynamo.config.disable or _is_never_compiled(frame):
+            return convert(self, frame, *args, **options)
+        is_ours = tell(innermost_backend(self._torchdynamo_orig_backend), named(frame.f_code), mode)
+        return RUN_ONLY if is_ours else convert(self, frame, *args, **options)
+
+    with replaced(_dynamo.CatchErrorsWrapper, "__call__", lambda _: convert_and_watch):
+        yield
+
+
+def _is_never_compiled(frame: Any) -> bool:
+    """Return whether Dynamo skips a frame anyway, or the frame is one of Python's library, which computes nothing."""
+    library = str(frame.f_globals.get("__name__")).partition(".")[0] in sys.stdlib_module_names - {"__main__"}
+    return library or bool(trace_rules.check(frame.f_code, frame=frame))
+
+
+def _skipping_mode() -> str | None:
+    """Return the name of a mode inside which Dynamo skips frames, or None."""
+    for mode in _python_dispatch._get_current_dispatch_mode_stack():
+        if not mode.is_infra_mode() and not getattr(mode, "ignore_compile_internals", bool)():
+            return type(mode).__name__
+    return None
