@@ -154,4 +154,7 @@ calls_inside_modes = optional(
     "calls_inside_modes",
     "code that first runs inside a dispatch mode stays uncompiled, silently",
 )
+torchs_modules_in_place = optional(
+    "fxprec.compat.in_place", "torchs_modules_in_place", "module.compile() compiles no module of a class of torch's"
+)
 graph_breaks = optional("fxprec.compat.frames", "graph_breaks", "no event names code that is compiled in pieces")
