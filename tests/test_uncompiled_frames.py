@@ -199,3 +199,18 @@ def test_a_first_step_inside_of_a_dispatch_mode_is_told_and_the_next_is_compiled
     assert not fxprec.backend_of(model).plans
     train_step(model)
     assert len(fxprec.backend_of(model).plans) == 1
+
+
+class Yielding(Net):
+    """A ``forward`` that is a generator."""
+
+    def forward(self, x: Tensor) -> Iterator[Tensor]:  # type: ignore[override]
+        x = self.head(x)
+        yield x
+        yield self.mixed[0](x)
+
+
+def test_a_forward_that_is_a_generator_is_told() -> None:
+    model = torch.compile(Yielding(breaks=False), backend="fxprec", options=OPTIONS)
+    with pytest.warns(fxprec.FxprecWarning, match=r"forward \(.* runs uncompiled, .* with head, mixed\.0: .*generator"):
+        sum(y.square().mean() for y in model(torch.randn(4, 8))).backward()

@@ -113,7 +113,7 @@ def frames_left_uncompiled(tell: Callable[[object, str, object, str], None]) -> 
             reason = _reason_of(error)
             if self._one_graph:  # the user set fullgraph=True, so the error ends the call
                 raise
-            if not frame.f_code.co_flags & _GENERATORS and _LIMIT not in reason:  # a generator is never compiled
+            if _is_expected(frame) and _LIMIT not in reason:
                 tell(innermost_backend(self._torchdynamo_orig_backend), named(frame.f_code), _owner(frame), reason)
             raise
 
@@ -215,6 +215,14 @@ def _reason_of(error: Exception) -> str:
         (line.partition("Hint: ")[2] for line in str(error).splitlines() if "Hint: Set torch._dynamo" in line), ""
     )
     return f"{reason} ({hint})" if hint else reason
+
+
+def _is_expected(frame: FrameType) -> bool:
+    """Return whether a user expects a frame to be compiled: of generators, which never are, only a ``forward``."""
+    if not frame.f_code.co_flags & _GENERATORS:
+        return True
+    owner = _owner(frame)
+    return isinstance(owner, Module) and getattr(owner.forward, "__code__", None) is frame.f_code
 
 
 def _owner(frame: FrameType) -> object:
