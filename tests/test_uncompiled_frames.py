@@ -214,3 +214,18 @@ def test_a_forward_that_is_a_generator_is_told() -> None:
     model = torch.compile(Yielding(breaks=False), backend="fxprec", options=OPTIONS)
     with pytest.warns(fxprec.FxprecWarning, match=r"forward \(.* runs uncompiled, .* with head, mixed\.0: .*generator"):
         sum(y.square().mean() for y in model(torch.randn(4, 8))).backward()
+
+
+class Checked(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] < 2:
+            raise ValueError("one row is too few")
+        return super().forward(x)
+
+
+def test_an_exception_of_the_models_own_is_named() -> None:
+    """Dynamo gives such a method up for good, so a call that raises nothing runs uncompiled too."""
+    model = torch.compile(Checked(breaks=False), backend="fxprec", options=OPTIONS)
+    words = r"runs uncompiled, .*: Observed exception ValueError\('one row is too few'\)\. "
+    with pytest.warns(fxprec.FxprecWarning, match=words), pytest.raises(ValueError, match="one row is too few"):
+        model(torch.ones(1, 8))

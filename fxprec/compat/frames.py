@@ -211,6 +211,9 @@ def _reason_of(error: Exception) -> str:
     if reason.startswith("Backend compiler exception"):  # the exception's own message is on a later line
         words = (line.strip().partition("Exception:")[2] for line in str(error).splitlines())
         reason += f": {next(filter(None, words), 'of unknown cause')}"
+    raised = (line.partition("context: raised exception ")[2] for line in str(error).splitlines())
+    if found := next(filter(None, raised), ""):  # the model's own exception
+        reason += f" {found}"
     hint = next(
         (line.partition("Hint: ")[2] for line in str(error).splitlines() if "Hint: Set torch._dynamo" in line), ""
     )
