@@ -229,3 +229,32 @@ def test_an_exception_of_the_models_own_is_named() -> None:
     words = r"runs uncompiled, .*: Observed exception ValueError\('one row is too few'\)\. "
     with pytest.warns(fxprec.FxprecWarning, match=words), pytest.raises(ValueError, match="one row is too few"):
         model(torch.ones(1, 8))
+
+
+@pytest.fixture
+def suppressing() -> Iterator[None]:
+    with torch._dynamo.config.patch(suppress_errors=True):
+        yield
+
+
+@pytest.mark.usefixtures("suppressing")
+def test_suppressed_errors_of_fxprec_are_raised() -> None:
+    """They ended in "'BudgetError' object has no attribute 'frame_exec_strategy'"."""
+    model = torch.compile(Net(breaks=False), backend="fxprec", options={**OPTIONS, "peak_budget": 64})
+    with pytest.raises(fxprec.BudgetError, match="peak_budget is 64 bytes"):
+        train_step(model)
+
+
+@pytest.mark.usefixtures("suppressing")
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_runs_uncompiled_for_a_suppressed_error_is_told(strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("fxprec.compat.compile_fx", fail)
+    model = torch.compile(TanhLayer(), backend="fxprec", options={**OPTIONS, "strict": strict})
+    words = r"forward \(.* runs uncompiled, in the model's own precision, with linear: no such kernel\."
+    with (
+        pytest.raises(fxprec.FallbackError, match=words) if strict else pytest.warns(fxprec.FxprecWarning, match=words)
+    ):
+        train_step(model)

@@ -157,4 +157,9 @@ calls_inside_modes = optional(
 torchs_modules_in_place = optional(
     "fxprec.compat.in_place", "torchs_modules_in_place", "module.compile() compiles no module of a class of torch's"
 )
+suppressed_errors = optional(
+    "fxprec.compat.suppressed",
+    "suppressed_errors",
+    "torch._dynamo.config.suppress_errors also suppresses fxprec's errors",
+)
 graph_breaks = optional("fxprec.compat.frames", "graph_breaks", "no event names code that is compiled in pieces")

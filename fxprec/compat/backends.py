@@ -109,7 +109,7 @@ def through_dynamo(error: Exception) -> Exception:
     """
     kind = type(error)
     message = str(error)  # fixed here, because Dynamo appends its debugging advice to args
-    space = {"__module__": kind.__module__, "__str__": lambda self: message}
+    space = {"__module__": kind.__module__, "__str__": lambda self: message, "frame_exec_strategy": None}
     passing = type(kind.__name__, (kind, ShortenTraceback), space)
     raised: Exception = passing.__new__(passing, *error.args)
     raised.args = error.args

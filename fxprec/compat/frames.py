@@ -114,7 +114,7 @@ def frames_left_uncompiled(tell: Callable[[object, str, object, str], None]) -> 
             if self._one_graph:  # the user set fullgraph=True, so the error ends the call
                 raise
             if _is_expected(frame) and _LIMIT not in reason:
-                tell(innermost_backend(self._torchdynamo_orig_backend), named(frame.f_code), _owner(frame), reason)
+                tell(innermost_backend(self._torchdynamo_orig_backend), named(frame.f_code), owner_of(frame), reason)
             raise
 
     with replaced(convert_frame.ConvertFrameAssert, "__call__", lambda _: convert_and_watch):
@@ -151,7 +151,7 @@ def graph_breaks(tell: Callable[[object, str, object, str, Called], None]) -> It
         for reason, called in breaks.items():
             is_wrapper = frame.f_code.co_filename == external_utils.__file__  # around a module with torch's own forward
             name = type(called.modules[0]).__name__ if is_wrapper and called.modules else named(frame.f_code)
-            tell(innermost_backend(self._torchdynamo_orig_backend), name, _owner(frame), reason, called)
+            tell(innermost_backend(self._torchdynamo_orig_backend), name, owner_of(frame), reason, called)
         return result
 
     def compile_and_watch(compile_subgraph: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,11 +224,12 @@ def _is_expected(frame: FrameType) -> bool:
     """Return whether a user expects a frame to be compiled: of generators, which never are, only a ``forward``."""
     if not frame.f_code.co_flags & _GENERATORS:
         return True
-    owner = _owner(frame)
+    owner = owner_of(frame)
     return isinstance(owner, Module) and getattr(owner.forward, "__code__", None) is frame.f_code
 
 
-def _owner(frame: FrameType) -> object:
+def owner_of(frame: FrameType) -> object:
+    """Return a frame's first argument, usually the module of a method."""
     return frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
 
 

@@ -139,6 +139,7 @@ def _replace(patches: ExitStack) -> None:
     patches.enter_context(compat.recompiles_per_model(compilations, tell_of_limit))
     patches.enter_context(compat.frames_left_uncompiled(tell_of_frame))
     patches.enter_context(compat.graph_breaks(note_break))
+    patches.enter_context(compat.suppressed_errors(tell_of_frame))
     patches.enter_context(compat.calls_inside_modes(tell_of_mode))
     patches.enter_context(compat.torchs_modules_in_place(lambda wrapper: known(wrapper) is not None))
 
