@@ -1,0 +1,137 @@
+"""torch's features that meet a compiled model from outside: gradients are those of the uncompiled model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from backend_helpers import FINE_TOLERANCE, eager_backend, relative_error
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.nn.utils import parametrizations
+
+Trained = Callable[[nn.Module], Tensor]
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+
+def batch() -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+
+def saved_on_the_host(net: nn.Module) -> Tensor:
+    with save_on_cpu():
+        loss = net(batch()).square().mean()
+    loss.backward()
+    return loss
+
+
+def through_compiled_autograd(net: nn.Module) -> Tensor:
+    loss = net(batch()).square().mean()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        loss.backward()
+    return loss
+
+
+def batched_gradients(net: nn.Module) -> Tensor:
+    x = batch()[:2].requires_grad_()
+    (found,) = torch.autograd.grad(net(x), x, torch.eye(32).view(32, 2, 16), is_grads_batched=True)
+    return found
+
+
+def of_some_parameters(net: nn.Module) -> Tensor:
+    loss = net(batch()).square().mean()
+    loss.backward(inputs=[next(net.parameters())])
+    return loss
+
+
+def hook_on_the_result(net: nn.Module) -> Tensor:
+    y = net(batch())
+    y.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3) + 1e-4)
+    y.square().mean().backward()
+    return y
+
+
+def in_turns_with_inference(net: nn.Module) -> Tensor:
+    with torch.inference_mode():
+        before = net(batch()).clone()
+    loss = net(batch()).square().mean()
+    net(batch() * 100)
+    loss.backward()
+    return before
+
+
+def written_result(net: nn.Module) -> Tensor:
+    y = net(batch())
+    y.add_(1)
+    y.square().mean().backward()
+    return y
+
+
+def in_micro_batches_backwards(net: nn.Module) -> Tensor:
+    losses = [net(batch() * k).square().mean() for k in (1, 2, 3)]
+    for loss in reversed(losses):
+        loss.backward()
+    return losses[-1]
+
+
+def weights_of_another_scale(net: nn.Module) -> Tensor:
+    state = {name: 2 * value for name, value in net.state_dict().items()}
+    net(batch()).sum().backward()
+    net.zero_grad()
+    net.load_state_dict(state, assign=True)
+    return in_micro_batches_backwards(net)
+
+
+FEATURES: list[Trained] = [
+    saved_on_the_host,
+    batched_gradients,
+    of_some_parameters,
+    hook_on_the_result,
+    in_turns_with_inference,
+    written_result,
+    in_micro_batches_backwards,
+    weights_of_another_scale,
+]
+
+
+@pytest.fixture(autouse=True)
+def afresh() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+
+
+def found(model: nn.Module, net: nn.Module, use: Trained) -> dict[str, Tensor | None]:
+    result = use(net).detach()
+    return {"result": result, **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def agree(model: nn.Module, use: Trained) -> None:
+    reference, backend = copy.deepcopy(model), eager_backend("packed")
+    own = found(model, torch.compile(model, backend=backend), use)
+    for name, wanted in found(reference, reference, use).items():
+        given = own[name]
+        assert (given is None) == (wanted is None), name
+        if given is not None and wanted is not None:
+            assert relative_error(given, wanted) < FINE_TOLERANCE, name
+    assert backend.plans
+
+
+@pytest.mark.parametrize("use", FEATURES)
+def test_a_feature_beside_a_compiled_model(use: Trained) -> None:
+    agree(block(), use)
+
+
+def test_compiled_autograd() -> None:
+    agree(block(), through_compiled_autograd)
+
+
+@pytest.mark.parametrize(
+    "made", [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal]
+)
+def test_parametrized_weights(made: Callable[[nn.Module], nn.Module]) -> None:
+    agree(nn.Sequential(made(nn.Linear(16, 16)), nn.GELU(), nn.Linear(16, 16)), in_micro_batches_backwards)
