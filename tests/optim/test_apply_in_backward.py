@@ -261,7 +261,7 @@ def test_a_late_hook_is_refused() -> None:
 
 def test_another_optimizers_class_is_refused() -> None:
     model = small()
-    with pytest.raises(ConfigError, match=r"optimizer is SGD.*fxprec\.optim"):
+    with pytest.raises(ConfigError, match=r"optimizer is torch\.optim\.SGD, .*; give it fxprec\.optim\.SGD, or"):
         compiled(model, torch.optim.SGD(model.parameters(), lr=0.1))(torch.ones(2, 16))
 
 
