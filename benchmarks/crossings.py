@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks import machine
-from benchmarks.architectures.modules import OWN
+from benchmarks.architectures.own import OWN
 from benchmarks.architectures.training import built, reference, relative_error
 from fxprec import Backend, Config
 from fxprec.passes import pipeline

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/ is not install
 
 from benchmarks.architectures import mixed
 from benchmarks.architectures.__main__ import renewed, run, summary
-from benchmarks.architectures.modules import OWN, Own
+from benchmarks.architectures.own import OWN, Own
 from benchmarks.architectures.registry import architectures
 from benchmarks.architectures.training import PLAIN, Row
 

@@ -1,9 +1,6 @@
-"""Small networks of kinds that transformers has few or none of: a module and the shapes of its inputs each."""
+"""Small networks of kinds that transformers has few or none of. `own` names them, with their inputs."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +8,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 32
-Made = tuple[nn.Module, Callable[[nn.Module], Tensor]]
 
 
 class ResidualBlock(nn.Module):
@@ -350,64 +346,3 @@ class Siamese(nn.Module):
         near = -F.cosine_similarity(self.predict(a), b.detach()).mean()
         scores = F.normalize(a, dim=1) @ F.normalize(b, dim=1).mT / 0.5
         return near + F.cross_entropy(scores, torch.arange(x.shape[0]))
-
-
-@dataclass(frozen=True)
-class Own:
-    """A network of this file and its random inputs; the loss is its mean square where it returns more than one number."""
-
-    family: str
-    make: Callable[[], nn.Module]
-    inputs: Callable[[], tuple[Tensor, ...]]
-
-    def build(self) -> Made:
-        """Return the float32 model, and the loss of a model on a fixed batch."""
-        model, inputs = self.make().train(), self.inputs()
-
-        def loss(called: nn.Module) -> Tensor:
-            out = called(*inputs)
-            return out.square().mean() if out.ndim else out
-
-        return model, loss
-
-
-def _image() -> tuple[Tensor, ...]:
-    return (torch.randn(4, 3, 16, 16), torch.rand(4) * 100)
-
-
-def _nodes() -> tuple[Tensor, ...]:
-    return torch.randn(20, WIDTH), torch.randint(0, 20, (2, 60))
-
-
-def _sequence() -> tuple[Tensor, ...]:
-    return (torch.randn(4, 8, WIDTH),)
-
-
-def _clicks() -> tuple[Tensor, ...]:
-    return torch.randn(16, 8), torch.randint(0, 50, (16, 4))
-
-
-OWN: dict[str, Own] = {
-    "unet": Own("diffusion", UNet, _image),
-    "dit": Own("diffusion", DiT, _image),
-    "graph_convolution": Own("graph", lambda: GraphConvolution(False), _nodes),
-    "graph_attention": Own("graph", lambda: GraphConvolution(True), _nodes),
-    "message_passing": Own("graph", MessagePassing, _nodes),
-    "rnn": Own("recurrent", lambda: Cells(nn.RNNCell), _sequence),
-    "gru": Own("recurrent", lambda: Cells(nn.GRUCell), _sequence),
-    "lstm": Own("recurrent", lambda: Cells(nn.LSTMCell), _sequence),
-    "linear_recurrence": Own("recurrent", Recurrence, _sequence),
-    "delta_rule": Own("recurrent", Memory, _sequence),
-    "fourier_operator": Own("complex", Spectral, lambda: (torch.randn(4, WIDTH, 16),)),
-    "complex_rotations": Own("complex", Rotations, _sequence),
-    "dlrm_sparse": Own("sparse", lambda: Clicks(True), _clicks),
-    "dlrm_dense": Own("sparse", lambda: Clicks(False), _clicks),
-    "routed_experts": Own("experts", Experts, lambda: (torch.randn(24, WIDTH),)),
-    "mixer": Own("vision", Mixer, lambda: (torch.randn(4, 12, WIDTH),)),
-    "autoencoder": Own("vision", Autoencoder, lambda: (torch.randn(4, 3, 16, 16), torch.randn(4, 8, 4, 4))),
-    "detector": Own("vision", Detector, lambda: (torch.randn(4, 3, 16, 16), torch.randint(0, 4, (4, 64)))),
-    "wavenet": Own("wave", Temporal, lambda: (torch.randn(4, WIDTH, 24),)),
-    "nerf": Own("fields", Field, lambda: (torch.randn(8, 12, 3),)),
-    "splines": Own("fields", Splines, lambda: (torch.randn(16, WIDTH),)),
-    "siamese": Own("contrast", Siamese, lambda: (torch.randn(16, 16), torch.randn(16, 16))),
-}

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from benchmarks.architectures.libraries import LIBRARIES, Library
-from benchmarks.architectures.modules import OWN, Made
+from benchmarks.architectures.own import OWN, Made
 from benchmarks.fidelity.architectures import ARCHITECTURES as FIDELITY
 from benchmarks.fidelity.architectures import WIDTH, Architecture
 from benchmarks.yardsticks.dynamo_models import vision

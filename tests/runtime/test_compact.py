@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import random
@@ -11,50 +10,21 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-import fxprec
-from fxprec.driver import option_checks
-from fxprec.errors import ConfigError, FallbackError, FxprecWarning
 from fxprec.runtime.cpu import compact
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the compact allocator is written for Linux")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the compact allocator is written for Linux"),
+    pytest.mark.usefixtures("region"),
+]
 
 KIB, MIB = 1024, 1024 * 1024
-
-
-@pytest.fixture(autouse=True)
-def region(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Install it; give the bytes that are live in it already. Afterwards new tensors come from the system again."""
-    monkeypatch.setattr(option_checks, "_process", option_checks._Process())
-    assert compact.install() is None
-    gc.collect()
-    filled = _fill_holes()  # that other tests left
-    compact.trim()
-    yield compact.sizes().live
-    del filled
-    compact.uninstall()
-
-
-def _fill_holes() -> list[torch.Tensor]:
-    """Take every hole of the region that tensors of 16 KiB and more fit, so that new ones lie at its end."""
-    filled = list[torch.Tensor]()
-    for kib in (1 << i for i in range(20, 3, -1)):
-        while True:
-            end = compact.sizes().end
-            tensor = torch.empty(kib * KIB, dtype=torch.uint8)
-            if compact.sizes().end > end:
-                break
-            filled.append(tensor)
-    return filled
 
 
 def block(kib: int, value: int = 0) -> torch.Tensor:
@@ -327,107 +297,3 @@ def test_uninstalled_new_tensors_are_the_systems_and_old_ones_stay(region: int) 
     assert compact.install() is None
     del new, old
     assert compact.sizes().live == region
-
-
-def run(**options: object) -> tuple[torch.Tensor, fxprec.Backend]:
-    """Return the gradients of one step, and the backend."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-    backend = fxprec.Backend(fxprec.Config.from_options({"recipe": "fp8", "lowering": "eager", **options}))
-    torch.compile(model, backend=backend)(torch.randn(128, 64)).square().mean().backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), backend
-
-
-def trained(**options: object) -> torch.Tensor:
-    return run(**options)[0]
-
-
-def test_it_is_in_force_where_asked_for_and_changes_no_bit(region: int) -> None:
-    compact.uninstall()
-    plain = trained()
-    assert compact.sizes().live == region
-    assert torch.equal(trained(allocator="compact"), plain)
-    held = block(64)
-    assert compact.sizes().live >= region + held.nbytes
-
-
-ASKED = [{"allocator": "compact"}, {"peak_budget": "100%"}]
-
-
-def test_a_process_keeps_its_allocator_unasked(region: int) -> None:
-    compact.uninstall()
-    trained()
-    held = block(64)
-    assert compact.sizes().live == region
-    trained(peak_budget="100%", allocator="system")
-    assert not compact.is_installed()
-    del held
-
-
-@pytest.mark.parametrize("options", ASKED)
-def test_a_model_that_asks_brings_it_and_says_so_once(region: int, options: dict[str, object]) -> None:
-    compact.uninstall()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        said = events(**options)
-        again = events(**options)
-    held = block(64)
-    assert compact.sizes().live >= region + held.nbytes
-    (detail,) = said
-    assert detail.startswith("allocates this process's new CPU tensors of 16 KiB or more")
-    assert detail.endswith("(for peak_budget)") == ("peak_budget" in options)
-    assert not again
-
-
-def events(**options: object) -> list[str]:
-    return [e.detail for e in run(**options)[1].events if e.kind == "allocator"]
-
-
-@pytest.mark.parametrize("options", ASKED)
-def test_a_model_that_comes_too_late_for_torchs_own_is_told(region: int, options: dict[str, object]) -> None:
-    trained(**options)
-    with pytest.warns(
-        FxprecWarning, match=r"allocator='system': has no effect: an earlier model .* has already installed the compact"
-    ):
-        trained(allocator="system")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FxprecWarning)
-        trained()  # nobody asked for torch's own
-
-
-def test_a_model_that_takes_torchs_own_from_another_says_so() -> None:
-    compact.uninstall()
-    trained(allocator="system")
-    with pytest.warns(
-        FxprecWarning,
-        match=r"allocator='compact': from now on also allocates the tensors of a model with allocator='system'",
-    ):
-        trained(allocator="compact")
-
-
-def test_strict_refuses_what_is_not_in_force() -> None:
-    with pytest.raises(FallbackError, match=r"has no effect: an earlier model .* has already installed the compact"):
-        trained(allocator="system", strict=True)
-
-
-def test_why_not_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> None:
-        raise RuntimeError("no compiler\nfound")
-
-    compact.uninstall()
-    monkeypatch.setattr(compact, "_library", cache(fails))
-    for options in ASKED:
-        with pytest.warns(
-            FxprecWarning, match=r"allocator='compact'.*did not compile \(no compiler\); resident memory may"
-        ):
-            trained(**options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FxprecWarning)
-        trained()  # nobody asked for it
-    monkeypatch.undo()
-
-
-def test_a_misspelt_allocator_teaches() -> None:
-    with pytest.raises(ConfigError, match=r"unknown allocator 'compct'.*'compact', 'system', or None"):
-        fxprec.Config(allocator="compct")  # type: ignore[arg-type]
