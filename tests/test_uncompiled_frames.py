@@ -226,7 +226,7 @@ class Checked(Net):
 def test_an_exception_of_the_models_own_is_named() -> None:
     """Dynamo gives such a method up for good, so a call that raises nothing runs uncompiled too."""
     model = torch.compile(Checked(breaks=False), backend="fxprec", options=OPTIONS)
-    words = r"runs uncompiled, .*: Observed exception ValueError\('one row is too few'\)\. "
+    words = r"runs uncompiled, .*: Observed exception ValueError\(.*'one row is too few'.*\)\. "
     with pytest.warns(fxprec.FxprecWarning, match=words), pytest.raises(ValueError, match="one row is too few"):
         model(torch.ones(1, 8))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from fxprec.compat.frames import RUN_ONLY, named
 from fxprec.compat.patches import replaced
 
 _dynamo: Any = convert_frame
+_ASKS_FOR_FRAME = "frame" in inspect.signature(trace_rules.check).parameters  # torch 2.11 does not
 
 
 @contextmanager
@@ -40,7 +42,8 @@ def calls_inside_modes(tell: Callable[[object, str, str], bool]) -> Iterator[Non
 def _is_never_compiled(frame: Any) -> bool:
     """Return whether Dynamo skips a frame anyway, or the frame is one of Python's library, which computes nothing."""
     library = str(frame.f_globals.get("__name__")).partition(".")[0] in sys.stdlib_module_names - {"__main__"}
-    return library or bool(trace_rules.check(frame.f_code, frame=frame))
+    options = {"frame": frame} if _ASKS_FOR_FRAME else {}
+    return library or bool(trace_rules.check(frame.f_code, **options))
 
 
 def _skipping_mode() -> str | None:
