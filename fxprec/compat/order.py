@@ -19,7 +19,7 @@ from torch._inductor.virtualized import V
 from torch._ops import OpOverload
 from torch.utils._ordered_set import OrderedSet
 
-from fxprec.compat.patches import replaced
+from fxprec.compat.patches import replaced, tell_of_missing
 
 if TYPE_CHECKING:
     from torch._inductor.scheduler import SchedulerBuffer
@@ -182,6 +182,7 @@ def _freeing_tangents() -> contextlib.AbstractContextManager[None]:
     torch 2.13 counts it as live to the end, so an order that frees it early seems no better than one that does not.
     """
     if not hasattr(memory, _KEPT):
+        tell_of_missing(_KEPT, "a gradient that backward receives may be freed late")
         return contextlib.nullcontext()
     return replaced(memory, _KEPT, lambda is_kept: lambda dep: is_kept(dep) and not dep.name.startswith("tangents"))
 
@@ -192,6 +193,7 @@ def _adding_late() -> contextlib.AbstractContextManager[None]:
     Inductor would compute both at once, as addmm, where the sum is. The product's factors would wait until then.
     """
     if not hasattr(post_grad, _APART):
+        tell_of_missing(_APART, "a product may wait for what it is added to, at a higher peak")
         return contextlib.nullcontext()
     return replaced(post_grad, _APART, lambda prefers: lambda match: prefers(match) or _would_wait(match))
 

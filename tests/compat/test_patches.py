@@ -167,6 +167,22 @@ def test_what_is_missing_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
         pass  # a warning is an error in these tests
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "lost"),
+    [
+        ("torch._inductor.memory", "is_nonfreeable_buffers", "a gradient that backward receives may be freed late"),
+        ("torch._inductor.fx_passes.post_grad", "should_prefer_unfused_addmm", "a product may wait for what it is add"),
+    ],
+)
+def test_an_order_without_a_private_name_is_kept_by_the_others(
+    module: str, name: str, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fxprec.compat.patches._told", set())
+    monkeypatch.delattr(f"{module}.{name}")
+    with pytest.warns(FxprecWarning, match=rf"{name}\): {lost}"), compat.saving_memory(lambda *_: None, "key"):
+        assert torch._inductor.config.allow_buffer_reuse is False
+
+
 def _patched() -> list[tuple[Any, str, Callable[[], AbstractContextManager[None]]]]:
     """Return owner, name and patch of each function of Inductor's that is replaced."""
     return [
