@@ -65,9 +65,9 @@ def _fitting(size: int, other: int) -> int:
 def images_at_once(weight: int) -> int:
     """Return how many elements of images a convolution converts at once, given those of its weight.
 
-    The weight is converted whole, and a library reorders it for each call. With half as many elements as the weight has,
-    a convolution of 512 channels takes 1.11 of its time in float32, and 1.00 in backward; with `ELEMENTS` it takes 1.20
-    and 1.12 (32 images of 4 x 4, one thread, AVX2).
+    The weight is converted whole, and a library reorders it for each call. With half as many elements as the weight
+    has, a convolution of 512 channels takes 1.11 of its time in float32, and 1.00 in backward; with `ELEMENTS` it takes
+    1.20 and 1.12 (32 images of 4 x 4, one thread, AVX2).
     """
     return max(ELEMENTS, weight // 2)
 
