@@ -11,8 +11,10 @@ budget, the recipe's or given plan's block format is used for every copy that to
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from torch.fx import Node
@@ -141,9 +143,12 @@ def _fit_peak(work: Work) -> None:
     assert goal is not None, "asked by fits_peak"
     needs, progress = needs_of(work), Progress()
     try:
-        fit, work.peak = (
-            as_given(work, needs, goal) if isinstance(goal, GivenPeak) else within_budget(work, needs, goal, progress)
-        )
+        with _known_objects_frozen():
+            fit, work.peak = (
+                as_given(work, needs, goal)
+                if isinstance(goal, GivenPeak)
+                else within_budget(work, needs, goal, progress)
+            )
     finally:
         progress.end()
     work.peak_sizes = other_sizes(fit.replay, work.joint.graph, work.peak.room - work.peak_part.beyond)
@@ -154,6 +159,22 @@ def _fit_peak(work: Work) -> None:
     _notice_unused(work, needs)
     if work.peak_sizes is not None:
         work.remarks.append(work.peak_sizes.note())
+
+
+@contextmanager
+def _known_objects_frozen() -> Iterator[None]:
+    """Hide from the garbage collector what exists already, unless the user froze objects; new objects are collected.
+
+    Replays make so many objects that the collector would search all graphs and modules every few replays.
+    """
+    is_theirs = gc.get_freeze_count() > 0
+    if not is_theirs:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not is_theirs:
+            gc.unfreeze()
 
 
 def _remark_shared(work: Work) -> None:

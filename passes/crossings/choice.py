@@ -6,6 +6,7 @@ step (`replay.Replay`), add a row for each moment above the budget with the live
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,7 @@ import numpy as np
 from torch.fx import Node
 
 from fxprec.passes.analysis.replay.kernels import Kind, kind_of, result_bytes
-from fxprec.passes.analysis.replay.replay import Replay
+from fxprec.passes.analysis.replay.replay import Kept, Replay
 from fxprec.passes.analysis.ways import Form, Way
 from fxprec.passes.budget_part import Bound
 from fxprec.passes.crossings.checkpoints import checkpoints
@@ -114,8 +115,9 @@ class Chooser:
         for ways in checkpoints(self.problem, self.unlimited.ways):
             if not self.problem.effort.take_replay(size):
                 break
-            found.append(self.replayed(ways))
-        return sorted(found, key=lambda fit: fit.peak)[:1]
+            lower = self._lower(ways, found[0].peak if found else math.inf)
+            found = found if lower is None else [lower]
+        return found
 
     def approach(
         self, bound: Bound, rounds: int = _ROUNDS, known: Fit | None = None, gap: float = EXACT
@@ -174,7 +176,7 @@ class Chooser:
             for ways in self._neighbours(best):
                 if not effort.take_replay(len(best.replay.items)):
                     return best
-                if (found := self.replayed(ways)).peak < best.peak:
+                if (found := self._lower(ways, best.peak)) is not None:
                     best = found
                     break
             else:
@@ -208,17 +210,29 @@ class Chooser:
             for node, way in best.ways.items():
                 if isinstance(way, Form) and node not in sources and best.replay.lives(node, top, recomputed=False):
                     ways[node] = self.problem.narrowest(node)
-            found = self.replayed(ways)
-            if found.peak >= best.peak:
+            found = self._lower(ways, best.peak)
+            if found is None:
                 return best
             best = found
 
     def replayed(self, ways: Ways) -> Fit:
         """Replay a choice; return the choice with the tensors in memory and its seconds."""
+        kept = self._kept(ways)
+        replay = Replay(self.problem.needs.step, kept)
+        self.problem.needs.peaks[frozenset(kept.items())] = replay.peak
+        return Fit(replay, ways, sum(self.problem.seconds(node, way) for node, way in ways.items()))
+
+    def _lower(self, ways: Ways, peak: float) -> Fit | None:
+        """Replay a choice, unless it was replayed before; return it if its peak is below ``peak``."""
+        if self.problem.needs.peaks.get(frozenset(self._kept(ways).items()), 0) >= peak:
+            return None
+        fit = self.replayed(ways)
+        return fit if fit.peak < peak else None
+
+    def _kept(self, ways: Ways) -> Kept:
         needs, inputs = self.problem.needs, self.problem.inputs
         copied_inputs = {node: form for node, form in needs.forced.items() if needs.step.needs_no_saving(node)}
-        kept = copied_inputs | {node: way for node, way in ways.items() if isinstance(way, Form) and node not in inputs}
-        return Fit(Replay(needs.step, kept), ways, sum(self.problem.seconds(node, way) for node, way in ways.items()))
+        return copied_inputs | {node: way for node, way in ways.items() if isinstance(way, Form) and node not in inputs}
 
     def _reads_in_backward(self) -> tuple[dict[Node, int], dict[Node, int]]:
         """Return when backward first and last reads each value, by position among backward's nodes.

@@ -46,6 +46,8 @@ class Needs:
     """Why a value may be kept in none of the allowed block formats."""
     rows: dict[Node, int] = field(default_factory=dict)
     """The site of each value that has one."""
+    peaks: dict[frozenset[tuple[Node, Form]], int] = field(default_factory=dict)
+    """The peak of each choice that was replayed, by what it keeps: several searches come to the same choices."""
 
 
 @dataclass

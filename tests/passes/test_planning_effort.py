@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from fxprec import BudgetError, Plan
 from fxprec.demo.models import CharTransformer
 from fxprec.passes import choose_crossings
 from fxprec.passes.analysis import sensitive
+from fxprec.passes.analysis.replay.replay import Kept, Replay
 from fxprec.passes.analysis.replay.step import Step
 from fxprec.passes.budget_part import Bound
+from fxprec.passes.crossings import choice
 from fxprec.passes.crossings import problem as problems
 from fxprec.passes.crossings.choice import Chooser
 from fxprec.passes.crossings.costs import Rates
@@ -119,6 +122,41 @@ def test_a_budget_out_of_reach_says_so_within_the_same_effort(monkeypatch: pytes
         torch.compile(transformer(4), backend=backend)(TOKENS)
     assert sum(taken["take_search"]) <= 3 * problems._EFFORT, "of everything kept, within the budget, and the least"
     assert 0 < sum(taken["take_replay"]) <= problems._REPLAYED, "within the budget and the least together"
+
+
+def test_a_choice_that_lowers_nothing_is_replayed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The searches for a budget, and for one that an error may name, come to the same choices."""
+    chooser, replayed = chooser_for(2), list[int]()
+    start = chooser.unlimited
+
+    def replay(step: Step, kept: Kept) -> Replay:
+        found = Replay(step, kept)
+        replayed.append(found.peak)
+        return found
+
+    monkeypatch.setattr(choice, "Replay", replay)
+    first, tried = chooser.lowered(start), len(replayed)
+    replayed.clear()
+    again = chooser.lowered(start)
+    assert (again.peak, again.ways) == (first.peak, first.ways)
+    assert len(replayed) < tried
+    assert [start.peak, *replayed] == sorted({start.peak, *replayed}, reverse=True), "each lowers the peak"
+
+
+def test_the_collector_is_kept_from_what_exists_already_unless_the_user_keeps_it_from_something() -> None:
+    was_frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    try:
+        with choose_crossings._known_objects_frozen():
+            assert gc.get_freeze_count()
+        assert not gc.get_freeze_count()
+        gc.freeze()
+        theirs, new = gc.get_freeze_count(), [[] for _ in range(100)]
+        with choose_crossings._known_objects_frozen():
+            assert gc.get_freeze_count() < theirs + len(new)
+        assert gc.get_freeze_count()
+    finally:
+        gc.freeze() if was_frozen else gc.unfreeze()
 
 
 class Doubling(torch.autograd.Function):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from fxprec.passes.analysis.replay.kernels import Kind
 
@@ -43,10 +43,6 @@ class Loops:
         self.items = items
         self._kinds = [item.kind for item in items]
         self._views = [p for p, kind in enumerate(self._kinds) if kind is Kind.VIEW]
-        self.readers: list[list[int]] = [[] for _ in items]
-        for position, item in enumerate(items):
-            for read in item.reads:
-                self.readers[read].append(position)
         self.returned = self._shown_to_the_end()
         self.in_memory = self._find_in_memory()
         self.reads = self._reads(self.in_memory)
@@ -96,9 +92,21 @@ class Loops:
                     returned[read] = True
         return returned
 
+    @cached_property
+    def readers(self) -> list[list[int]]:
+        """The items that read each item, loops and views included."""
+        readers: list[list[int]] = [[] for _ in self.items]
+        for position, item in enumerate(self.items):
+            for read in item.reads:
+                readers[read].append(position)
+        return readers
+
     def _users(self) -> list[int]:
         """Return for each item how many items read it, seen through views."""
-        users = [len(readers) for readers in self.readers]
+        users = [0] * len(self.items)
+        for item in self.items:
+            for read in item.reads:
+                users[read] += 1
         for position in reversed(self._views):  # a view's readers come after it
             for read in self.items[position].reads:
                 users[read] += users[position] - 1

@@ -33,7 +33,7 @@ class Timeline:
 
     def __post_init__(self) -> None:
         loops = Loops(self.items)
-        self._readers, self._returned, self._in_memory = loops.readers, loops.returned, loops.in_memory
+        self._loops, self._returned, self._in_memory = loops, loops.returned, loops.in_memory
         reads = loops.reads
         pieces = {p: item.reads[0] for p, item in enumerate(self.items) if item.kind is Kind.PIECE and item.reads}
         run = [p for p, is_in_memory in enumerate(self._in_memory) if is_in_memory and p not in pieces]
@@ -70,13 +70,13 @@ class Timeline:
         written = self.items[position].writes
         if written is None:
             return set()
-        found, stack = set[int](), [*self._readers[written]]
+        found, stack = set[int](), [*self._loops.readers[written]]
         while stack:
             reader = stack.pop()
             if self._in_memory[reader]:
                 found.add(reader)
             else:
-                stack += self._readers[reader]
+                stack += self._loops.readers[reader]
         return found - {position}
 
     def _fill(self, reads: Sequence[Collection[int]]) -> None:
