@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxprec.runtime.cpu.wide_gemms
+from fxprec.config.processor import Processor
 from fxprec.kernels import wide_gemms
 from fxprec.kernels.wide_gemms import WIDE
 from fxprec.passes.analysis.replay.workspace import workspace
@@ -195,16 +196,24 @@ def test_the_bytes_it_takes_are_known(operator: Any, args: Any, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("channels", "pixels"), [(64, 32), (256, 8), (512, 4)])
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=["channels last", "contiguous"])
 @pytest.mark.cpu_dependent
 def test_the_bytes_that_convolutions_take_are_known(
-    channels: int, pixels: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    channels: int,
+    pixels: int,
+    layout: torch.memory_format,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
-    """As they lie in a compiled graph, channels last."""
+    """No more is taken than known on a CPU with AVX2, which is the one that needs these kernels."""
+    has_avx2 = Processor.here().vectors == "avx2"
+    if layout is torch.contiguous_format and not has_avx2:
+        pytest.skip("measured with AVX2 alone")
     monkeypatch.setattr(fxprec.runtime.cpu.wide_gemms, "ELEMENTS", wide_gemms.ELEMENTS)
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(1)
     shapes = [(32, channels, pixels, pixels)] * 2 + [(channels, channels, 3, 3)]
-    gradient, x, weight = (normal(*shape).contiguous(memory_format=torch.channels_last) for shape in shapes)
+    gradient, x, weight = (normal(*shape).contiguous(memory_format=layout) for shape in shapes)
     window: Any = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     for operator, tensors, rest in (
         (aten.convolution.default, (x, weight), window),
@@ -212,4 +221,4 @@ def test_the_bytes_that_convolutions_take_are_known(
     ):
         known = workspace(WIDE[operator]._schema.name, tensors, 1)
         taken = peak(lambda: WIDE[operator](*tensors, *rest))  # noqa: B023
-        assert 0.9 * taken <= known <= 1.2 * taken, operator
+        assert (1 if has_avx2 else 0.9) * taken <= known <= 1.2 * taken, operator

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxprec.kernels.wide_gemms import ELEMENTS, NAMESPACE, images_at_once, tile
+from fxprec.kernels.wide_gemms import ELEMENTS, NAMESPACE, convolution_layout, images_at_once, tile
 from fxprec.passes.analysis.joint import bytes_of, dim_hint, numel_hint
 
 _GEMMS = ("mm", "addmm", "bmm", "baddbmm")
@@ -19,6 +19,7 @@ _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 _CONVOLUTION, _CONVOLUTION_BACKWARD = 16_384, 20_992  # bytes of one thread
 _CHANNELS = 16  # channels of one block
+_OUTPUTS = 24  # output channels of one block of a float32 weight on a CPU with AVX2, which oneDNN fills up with zeros
 _SMALL, _ROWS_PACKED = 16**3, 256  # multiplications up to which ATen runs no oneDNN; rows of a 16-bit GEMM's panel
 _ROWS = ((768, 256), (192, 64), (0, 32))  # (least number of queries, queries of one block)
 _KEYS = 512  # keys of one block
@@ -36,9 +37,13 @@ def workspace(name: str, operands: Sequence[Tensor], threads: int) -> int:
 
 def _of_aten(name: str, operands: Sequence[Tensor], threads: int) -> int:
     if name == "convolution":
-        return bytes_of(operands[1]) + _CONVOLUTION  # the weight, reordered
+        x, weight = operands[:2]
+        return _convolution(x, weight, numel_hint(x), _results(x, weight))
     if name == "convolution_backward":
-        return _convolution_backward(*operands[:3], threads=threads)
+        gradient, x, weight = operands[:3]
+        if gradient.dtype.itemsize == 2:
+            return threads * _convolution_backward_in_16_bits(gradient, x, weight)
+        return _convolution_backward(gradient, x, weight, numel_hint(gradient), numel_hint(x))
     if name in (_FORWARD, _BACKWARD):
         return _attention(operands[0], operands[1 if name == _FORWARD else 2], threads, is_backward=name == _BACKWARD)
     if name in _GEMMS and operands[-1].dtype.itemsize == 2:
@@ -80,15 +85,16 @@ def _widened(name: str, operands: Sequence[Tensor], threads: int) -> int:
     if name == "convolution":
         x, weight = wide[:2]
         at_once = images_at_once(numel_hint(weight))
-        images = _piece(x, at_once) + _result(x, weight, at_once)
-        return 4 * images + bytes_of(weight) + _of_aten(name, wide, threads)
+        images, results = _piece(x, at_once), _result(x, weight, at_once)
+        return 4 * (images + results) + bytes_of(weight) + _convolution(x, weight, images, results)
     if name == "convolution_backward":
         gradient, x, weight = wide
         at_once = images_at_once(numel_hint(weight))
-        images = _piece(gradient, at_once) + 2 * _piece(x, at_once)
+        gradients, images = _piece(gradient, at_once), _piece(x, at_once)
         # Beside the weight its gradient, of a piece and in sum, less the result, which is made at the end.
         weights = 3 * bytes_of(weight) - bytes_of(operands[2])
-        return 4 * images + weights + _of_aten(name, wide, threads)
+        beside = _convolution_backward(gradient, x, weight, gradients, images)
+        return 4 * (gradients + 2 * images) + weights + beside
     if name in (_FORWARD, _BACKWARD):
         return 4 * _heads(operands[1]) * (4 if name == _FORWARD else 8) + _of_aten(name, wide, threads)
     return 0
@@ -111,8 +117,12 @@ def _piece(x: Tensor, at_once: int) -> int:
 
 def _result(x: Tensor, weight: Tensor, at_once: int) -> int:
     """Return the elements of the images that a convolution computes at once, if each channel is no larger than in x."""
-    channels = dim_hint(x.shape[1]), max(dim_hint(n) for n in weight.shape[:2])
-    return min(at_once, max(ELEMENTS, numel_hint(x) * channels[1] // max(channels[0], 1)))
+    return min(at_once, max(ELEMENTS, _results(x, weight)))
+
+
+def _results(x: Tensor, weight: Tensor) -> int:
+    """Return the elements of a convolution's result, if each channel is no larger than in x."""
+    return numel_hint(x) * max(dim_hint(n) for n in weight.shape[:2]) // max(dim_hint(x.shape[1]), 1)
 
 
 def _heads(query: Tensor) -> int:
@@ -121,15 +131,42 @@ def _heads(query: Tensor) -> int:
     return min(numel_hint(query), max(ELEMENTS, head))
 
 
-def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, *, threads: int) -> int:
-    """Return the bytes of two copies of the weight's gradient; in 16 bits, those and two images in each thread."""
-    own = 2 * numel_hint(weight) * gradient.dtype.itemsize
-    if gradient.dtype.itemsize != 2:
-        return own + _CONVOLUTION_BACKWARD
+def _convolution(x: Tensor, weight: Tensor, images: int, results: int) -> int:
+    """Return the bytes of the reordered weight, and in float32 of images that do not lie channels-last.
+
+    ``images``, ``results``: elements of x and of the result that one call reads and writes.
+    """
+    if weight.dtype.itemsize == 2:
+        return bytes_of(weight) + _CONVOLUTION
+    if not _is_channels_last(x, weight):  # copies in blocks of channels; the result's last
+        return max(4 * images + bytes_of(weight), 4 * results)
+    outputs = max(dim_hint(weight.shape[0]), 1)
+    return bytes_of(weight) // outputs * (-(-outputs // _OUTPUTS) * _OUTPUTS) + _CONVOLUTION
+
+
+def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, gradients: int, images: int) -> int:
+    """Return the bytes of two copies of the weight's gradient, or of images that do not lie channels-last: float32.
+
+    ``gradients``, ``images``: elements of the gradient and of x that one call reads.
+    """
+    if _is_channels_last(x, weight):
+        return 2 * bytes_of(weight) + _CONVOLUTION_BACKWARD
+    is_strided = any(
+        dim_hint(of_result) < dim_hint(n) for of_result, n in zip(gradient.shape[2:], x.shape[2:], strict=True)
+    )
+    return max(4 * images + 4 * (images if is_strided else gradients), bytes_of(weight))
+
+
+def _is_channels_last(x: Tensor, weight: Tensor) -> bool:
+    return convolution_layout(x, weight) is not torch.contiguous_format
+
+
+def _convolution_backward_in_16_bits(gradient: Tensor, x: Tensor, weight: Tensor) -> int:
+    """Return the bytes of one thread: two copies of the weight's gradient, and two images."""
     channels = max(dim_hint(gradient.shape[1]), 1)
     padded = bytes_of(gradient) * (-(-channels // _CHANNELS) * _CHANNELS) // channels
     images = (padded + bytes_of(x)) // max(dim_hint(x.shape[0]), 1)
-    return threads * (own + images + _CONVOLUTION_BACKWARD)
+    return 2 * bytes_of(weight) + images + _CONVOLUTION_BACKWARD
 
 
 def _attention(query: Tensor, key: Tensor, threads: int, *, is_backward: bool) -> int:
