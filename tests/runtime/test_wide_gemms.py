@@ -195,12 +195,13 @@ def test_the_bytes_it_takes_are_known(operator: Any, args: Any, monkeypatch: pyt
     assert taken < whole or operator is aten.bmm.default
 
 
-@pytest.mark.parametrize(("channels", "pixels"), [(64, 32), (256, 8), (512, 4)])
+@pytest.mark.parametrize(("channels", "pixels", "size"), [(64, 32, 3), (256, 8, 3), (512, 4, 3), (64, 32, 1)])
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=["channels last", "contiguous"])
 @pytest.mark.cpu_dependent
 def test_the_bytes_that_convolutions_take_are_known(
     channels: int,
     pixels: int,
+    size: int,
     layout: torch.memory_format,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
@@ -212,9 +213,9 @@ def test_the_bytes_that_convolutions_take_are_known(
     monkeypatch.setattr(fxprec.runtime.cpu.wide_gemms, "ELEMENTS", wide_gemms.ELEMENTS)
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(1)
-    shapes = [(32, channels, pixels, pixels)] * 2 + [(channels, channels, 3, 3)]
+    shapes = [(32, channels, pixels, pixels)] * 2 + [(channels, channels, size, size)]
     gradient, x, weight = (normal(*shape).contiguous(memory_format=layout) for shape in shapes)
-    window: Any = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    window: Any = (None, [1, 1], [size // 2] * 2, [1, 1], False, [0, 0], 1)
     for operator, tensors, rest in (
         (aten.convolution.default, (x, weight), window),
         (aten.convolution_backward.default, (gradient, x, weight), (*window, [True, True, False])),

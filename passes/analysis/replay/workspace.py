@@ -134,10 +134,13 @@ def _heads(query: Tensor) -> int:
 def _convolution(x: Tensor, weight: Tensor, images: int, results: int) -> int:
     """Return the bytes of the reordered weight, and in float32 of images that do not lie channels-last.
 
-    ``images``, ``results``: elements of x and of the result that one call reads and writes.
+    ``images``, ``results``: elements of x and of the result that one call reads and writes. A weight of one pixel is
+    taken to be applied to each: then float32 has no copy.
     """
     if weight.dtype.itemsize == 2:
         return bytes_of(weight) + _CONVOLUTION
+    if _is_one_pixel(weight):
+        return 0
     if not _is_channels_last(x, weight):  # copies in blocks of channels; the result's last
         return max(4 * images + bytes_of(weight), 4 * results)
     outputs = max(dim_hint(weight.shape[0]), 1)
@@ -149,12 +152,18 @@ def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, gradients
 
     ``gradients``, ``images``: elements of the gradient and of x that one call reads.
     """
-    if _is_channels_last(x, weight):
-        return 2 * bytes_of(weight) + _CONVOLUTION_BACKWARD
     is_strided = any(
         dim_hint(of_result) < dim_hint(n) for of_result, n in zip(gradient.shape[2:], x.shape[2:], strict=True)
     )
+    if _is_one_pixel(weight) and not is_strided:
+        return 0
+    if _is_channels_last(x, weight):
+        return 2 * bytes_of(weight) + _CONVOLUTION_BACKWARD
     return max(4 * images + 4 * (images if is_strided else gradients), bytes_of(weight))
+
+
+def _is_one_pixel(weight: Tensor) -> bool:
+    return all(dim_hint(n) == 1 for n in weight.shape[2:])
 
 
 def _is_channels_last(x: Tensor, weight: Tensor) -> bool:
