@@ -17,7 +17,7 @@ import fxprec
 from benchmarks.memory.measure import peak_bytes
 from benchmarks.memory.pairs import loops_left_out
 from fxprec.driver import joint_compilation
-from fxprec.driver.attempts import ATTEMPTS, PeakAttempts
+from fxprec.driver.attempts import ATTEMPTS, CodePeak, PeakAttempts
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.memory import CompiledPeak, PlainHalf
 from fxprec.errors import BudgetError, FxprecWarning
@@ -213,16 +213,17 @@ def test_a_step_that_holds_more_as_compiled_is_planned_again(monkeypatch: pytest
 
     def replayed(num_results: int, device: str, threads: int) -> Any:
         made.append(num_results)
-        return SimpleNamespace(bytes=None, waiting=0, unread="", seen=())
+        return SimpleNamespace(of_code=lambda: CodePeak(0, 0, (), ""))
 
-    def hold(self: Any) -> bool:
-        peak = self.compiled.plan.peak_bytes
-        self.halves.peak.bytes = peak.budget + 4000 if len(made) == 1 else peak.planned
-        return held(self)
+    def judged(self: PeakAttempts, plan: fxprec.Plan, found: CodePeak, **rest: Any) -> fxprec.Plan | None:
+        peak = plan.peak_bytes
+        assert peak is not None
+        size = peak.budget + 4000 if len(made) == 1 else peak.planned
+        return judge(self, plan, replace(found, bytes=size), **rest)
 
-    held = joint_compilation.JointCompilation._hold_peak
+    judge = PeakAttempts.judged
     monkeypatch.setattr(joint_compilation, "CompiledPeak", replayed)
-    monkeypatch.setattr(joint_compilation.JointCompilation, "_hold_peak", hold)
+    monkeypatch.setattr(PeakAttempts, "judged", judged)
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), torch.randn(256, 32)
     backend = fxprec.Backend(fxprec.Config(recipe="fp8", peak_budget="100%", lowering="eager"))

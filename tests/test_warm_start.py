@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 
 import fxprec
 from fxprec.config import Settings
-from fxprec.driver import compiler, warm_start
+from fxprec.driver import compiler, memory, warm_start
+from fxprec.driver.attempts import CodePeak
 from fxprec.driver.capture import Captured
 from fxprec.numerics import cpp, kept_text
 
@@ -189,9 +191,42 @@ def check_equal_layers() -> None:
     assert all(backend.stats() for backend in backends)
 
 
+def check_layers_within_a_budget() -> None:
+    """The first plan holds more than its budget once it is compiled: the cache has its code too, and it is refused."""
+    seen: list[memory.CompiledPeak] = []
+    of_code = memory.CompiledPeak.of_code
+
+    def too_much_at_first(self: memory.CompiledPeak) -> CodePeak:
+        seen.append(self)
+        found = of_code(self)
+        assert found.bytes is not None
+        return replace(found, bytes=found.bytes + 64_000) if self is seen[0] else found
+
+    memory.CompiledPeak.of_code = too_much_at_first  # type: ignore[method-assign]
+    first = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    layers = [first, *(copy.deepcopy(first) for _ in range(2))]
+    results, x = list[list[Tensor]](), torch.randn(256, 32)
+    for layer, budget in zip(layers, ("100%", "100%", "95%"), strict=True):
+        layer.compile(backend="fxprec", options={"recipe": "fp8", "peak_budget": budget})
+        layer(x).square().mean().backward()
+        results.append([p.grad for p in layer.parameters() if p.grad is not None])
+    backends = [fxprec.backend_of(layer) for layer in layers]
+    attempts = [backend._graphs[0].compiler.peak.tried for backend in backends]
+    assert len(attempts[0]) == 2
+    assert attempts[0] == attempts[1]
+    assert hits_and_misses() == (2, 2 + len(attempts[2])), "each attempt has its key, and so has each budget"
+    assert backends[0].plans == backends[1].plans
+    replanned = [[event for event in backend.events if event.kind == "replanned"] for backend in backends]
+    assert len(replanned[0]) == 1
+    assert replanned[0] == replanned[1]
+    assert [len(backend.compile_reports[0].passes) > 0 for backend in backends] == [True, False, True]
+    assert all(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True))
+
+
 @pytest.mark.inductor
-def test_the_next_layer_takes_the_code_and_counts_for_itself(tmp_path: Path) -> None:
-    code = "import test_warm_start; test_warm_start.check_equal_layers(); print('checked')"
+@pytest.mark.parametrize("check", [check_equal_layers, check_layers_within_a_budget], ids=lambda check: check.__name__)
+def test_the_next_layer_takes_the_code_and_counts_for_itself(check: Callable[[], None], tmp_path: Path) -> None:
+    code = f"import test_warm_start; test_warm_start.{check.__name__}(); print('checked')"
     folders = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-W", "ignore", "-c", code]
     run = subprocess.run(command, cwd=Path(__file__).parent, env=os.environ | folders, capture_output=True, text=True)

@@ -6,7 +6,7 @@ numbers. If a real number is above the budget, another plan is made with a tight
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from fxprec.config import Settings
 from fxprec.driver.event_log import EventLog
@@ -14,7 +14,7 @@ from fxprec.errors import BudgetError
 from fxprec.passes.budget_part import BudgetPart
 from fxprec.passes.crossings.reserve import enough_for
 from fxprec.passes.notice import budget_text, hold_less, readable
-from fxprec.plan import PeakBytes
+from fxprec.plan import PeakBytes, Plan
 from fxprec.plan.rows import LIVE
 
 ATTEMPTS = 5  # plans made for one peak budget, each compiled; the second nearly always fits
@@ -70,6 +70,20 @@ class SavedAttempts:
         self.log.note("fallback", self.log.name, detail, step=step)
 
 
+@dataclass(frozen=True)
+class CodePeak:
+    """The peak of a compiled step, as its code allocates; the cache stores it beside the code."""
+
+    bytes: int | None
+    """None if the code was not understood."""
+    waiting: int
+    """Bytes that are live between the halves."""
+    live: tuple[int, ...]
+    """Live bytes at up to 100 moments of the step."""
+    unread: str
+    """Why the code was not understood; empty if it was."""
+
+
 class PeakAttempts:
     """The peak budget of one graph, and the peaks of its plans as compiled."""
 
@@ -83,6 +97,18 @@ class PeakAttempts:
     def set_part(self, part: BudgetPart) -> None:
         """Set the part of the budget that later plans are made for."""
         self.part, self.tried = part, []
+
+    def judged(self, plan: Plan, found: CodePeak, *, is_given: bool, step: int) -> Plan | None:
+        """Return the plan with the peak of its code; None to plan again. Raises `BudgetError` as `hold` does."""
+        if found.bytes is None or plan.peak_bytes is None:
+            unread = f"peak budget: the predicted peak was not compared with the compiled code: {found.unread}"
+            return replace(plan, notes=(*plan.notes, unread)) if found.unread else plan
+        peak = (
+            self.tell(plan.peak_bytes, found.bytes, step)
+            if is_given
+            else self.hold(plan.peak_bytes, found.bytes, found.waiting)
+        )
+        return None if peak is None else replace(plan, peak_bytes=replace(peak, compiled_live=found.live))
 
     def hold(self, planned: PeakBytes, held: int, waiting: int) -> PeakBytes | None:
         """Return ``planned`` with the compiled peak and the bytes live between the halves; None to plan again.

@@ -59,9 +59,10 @@ def compile_graph(compiler: Compiler, captured: Captured, given: Plan | None, st
 def _compile_graph(compiler: Compiler, captured: Captured, given: Plan | None, step: int) -> Compiled:
     verb = "compiling" if captured.identity.is_training else "compiling for evaluation:"
     with captured.tracing() as examples, progress.telling(f"{verb} {compiler.log.name}"):
-        key = compiler.key(captured, given)
+        fixed = compiler.budget.fixed  # an activation budget's attempts share a key, and only the last is stored
         while True:
             start = time.perf_counter()
+            key = compiler.key(captured, given, fixed)
             try:
                 found = Compilation(compiler, captured, given, step, key).compile(examples)
             finally:
@@ -161,11 +162,16 @@ class Compilation(Attempt):
         run = compiler.wrapped(run, known.name, known.lowered, known.num_outputs)
         return entered(run, known.lowered, known.donated, compiler.controller)
 
-    def _from_cache(self, run: Run) -> Compiled:
-        """Return the cached graph with ``run`` as its code, and repeat the notices that its compilation gave."""
+    def _from_cache(self, run: Run) -> Compiled | Retry:
+        """Return the cached graph with ``run`` as its code, and repeat the notices that its compilation gave.
+
+        Code that exceeded its peak budget is in the cache too: it is refused again, and the next attempt has its key.
+        """
         for half in self.found:
             repeat_events(self.compiler.log, half.said, self.step)
-        known = self.found[-1].graph
+        known = self.within_peak(self.found[-1].graph, self.found[-1].peak)
+        if known is None:
+            return Retry(self.captured.capacity)
         if known.plan is not None:
             log.info("%s: from the cache: %s", self.compiler.log.name, known.plan.summary())
         return replace(known, run=run)

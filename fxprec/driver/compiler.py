@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from fxprec import compat
 from fxprec.config import Settings
-from fxprec.driver.attempts import PeakAttempts, SavedAttempts
+from fxprec.driver.attempts import CodePeak, PeakAttempts, SavedAttempts
 from fxprec.driver.capture import Captured
+from fxprec.driver.compiled import Compiled
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.lowering import Lowering
 from fxprec.driver.option_checks import settings_on
@@ -123,15 +124,18 @@ class Compiler:
             run = self.updates.around(run)
         return with_stats(run, lowered, num_outputs, self.queue)
 
-    def key(self, captured: Captured, given: Plan | None) -> str | None:
-        """Return the cache key of the code; None if the code cannot be stored, or if a watcher must see it compiled."""
+    def key(self, captured: Captured, given: Plan | None, fixed: int) -> str | None:
+        """Return the cache key of the code; None if the code cannot be stored, or if a watcher must see it compiled.
+
+        ``fixed``: bytes that are known to be saved beside what an activation budget counts.
+        """
         watchers = (self.dump, self.recorder, self.calibration, self.tensors, self.numerics)
         if any(w is not None for w in watchers) or compat.traces_artifacts() or not self.lowering.makes_code:
             return None
-        held = self.settings.peak_budget is not None or (given is not None and given.peak_bytes is not None)
-        if callable(self.settings.asked.policy) or held:  # a compiled plan may still be refused for its peak
+        if callable(self.settings.asked.policy):
             return None
-        more = (self.budget.fixed, self.lowering.name, sorted(self.lowering.without), sorted(self.stepped.items()))
+        peak = (self.settings.peak_budget, self.peak.part, self.whole_step)
+        more = (fixed, self.lowering.name, sorted(self.lowering.without), sorted(self.stepped.items()), *peak)
         return plan_key(self.settings, captured, given, self.trained(), more)
 
 
@@ -147,3 +151,13 @@ class Attempt:
     """Cache key of the code; None if the code is not stored."""
     only_looks: bool = False
     """Whether to run the passes only, for the peak bytes under other budgets."""
+
+    def within_peak(self, compiled: Compiled, found: CodePeak | None) -> Compiled | None:
+        """Return the graph with the peak of its code in its plan; None if the peak is above the budget.
+
+        Raises `BudgetError` if too many plans were.
+        """
+        if found is None or compiled.plan is None:
+            return compiled
+        plan = self.compiler.peak.judged(compiled.plan, found, is_given=self.given is not None, step=self.step)
+        return None if plan is None else replace(compiled, plan=plan)

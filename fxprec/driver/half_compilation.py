@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from fxprec import compat
 from fxprec.compat import copied
 from fxprec.compat.scaled_mm import multiplies_blocks
+from fxprec.driver.attempts import CodePeak
 from fxprec.driver.compiled import Compiled
 from fxprec.driver.interpreter import interpreted
 from fxprec.driver.interpreter import interpreted_by_group as by_group
@@ -62,6 +63,11 @@ class Halves:
 
     def __post_init__(self) -> None:
         self.lowering = self.compiler.lowering
+
+    @property
+    def code_peak(self) -> CodePeak | None:
+        """The peak of the halves' code, under a peak budget."""
+        return None if self.peak is None else self.peak.of_code()
 
     def compile(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any], name: str) -> CompiledHalf:
         """Lower and compile the half called ``name``; its statistics go to the queue and not into the results."""

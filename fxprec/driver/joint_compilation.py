@@ -24,7 +24,6 @@ from fxprec.driver.wrappers import Run, entered
 from fxprec.passes import pipeline
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import JointGraph
-from fxprec.passes.analysis.replay.replay import drawn
 from fxprec.passes.analysis.saved_bytes import as_partitioned, copied_inputs, partitioned_size, read_by_backward
 from fxprec.passes.analysis.sizes import budget_note, ranges_of
 from fxprec.passes.analysis.tag_backward import tag_backward
@@ -192,7 +191,9 @@ class JointCompilation(Attempt):
     def _known(self, half: CompiledHalf, name: str, said: Sequence[Said], donated: tuple[int, ...]) -> KnownHalf:
         said = (*self.said, *said) if name == "forward" else tuple(said)
         lowered = replace(half.lowered, generated=Generated())  # kernels are part of the code
-        return KnownHalf(name, lowered, half.num_outputs, said, donated, self.compiled)
+        assert self.halves is not None, "it compiled the half"
+        peak = self.halves.code_peak if name == "backward" else None
+        return KnownHalf(name, lowered, half.num_outputs, said, donated, self.compiled, peak)
 
     def _new_halves(self) -> Halves:
         compiler = self.compiler
@@ -264,29 +265,12 @@ class JointCompilation(Attempt):
 
     def finished(self, run: Run) -> Compiled | Retry:
         """Return the compiled graph, or `Retry` if it exceeds its peak budget. Raises `BudgetError`."""
-        if not self._hold_peak():
+        compiled = self.compiled if self.halves is None else self.within_peak(self.compiled, self.halves.code_peak)
+        if compiled is None:
             return Retry(self.captured.capacity)
-        return replace(self.compiled, run=run, is_calibration=self.calibration is not None, passes=self.passes)
-
-    def _hold_peak(self) -> bool:
-        """Put the peak of the compiled halves into the plan; return whether the peak is within the budget."""
-        plan = self.compiled.plan
-        if self.halves is None or self.halves.peak is None or plan is None:
-            return True
-        found, budget = self.halves.peak, self.compiler.peak
-        if found.bytes is None and found.unread:
-            note = f"peak budget: the predicted peak was not compared with the compiled code: {found.unread}"
-            self.compiled = replace(self.compiled, plan=replace(plan, notes=(*plan.notes, note)))
-        if found.bytes is None or plan.peak_bytes is None:
-            return True
-        held = (
-            budget.hold(plan.peak_bytes, found.bytes, found.waiting)
-            if self.given is None
-            else budget.tell(plan.peak_bytes, found.bytes, self.step)
-        )
-        if held is not None:
-            self._set_plan(replace(plan, peak_bytes=replace(held, compiled_live=drawn(found.seen, int))))
-        return held is not None
+        if compiled.plan is not None and compiled.plan is not self.compiled.plan:
+            self._set_plan(compiled.plan)
+        return replace(compiled, run=run, is_calibration=self.calibration is not None, passes=self.passes)
 
 
 # Rounding would turn a small second moment into 0, and lose a small update.

@@ -11,11 +11,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec import compat
+from fxprec.driver.attempts import CodePeak
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.wrappers import Run
 from fxprec.ir.symbolic import Quantize
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.operators import module_of
+from fxprec.passes.analysis.replay.replay import drawn
 from fxprec.passes.analysis.replay.workspace import workspace
 from fxprec.passes.analysis.saved_bytes import largest_saved
 from fxprec.passes.crossings.reserve import workspaces
@@ -67,6 +69,10 @@ class CompiledPeak:
     _inputs: Sequence[Any] = ()
     _results: Sequence[Any] = ()
     _named: dict[str, Any] = field(default_factory=dict)
+
+    def of_code(self) -> CodePeak:
+        """Return what was recorded, to be compared with a budget."""
+        return CodePeak(self.bytes, self.waiting, drawn(self.seen, int), self.unread)
 
     def _memory(self) -> compat.LiveBytes:
         taken = compat.cuda_block_bytes if self.device == "cuda" else int

@@ -19,6 +19,7 @@ import torch
 from fxprec import compat, passes, runtime
 from fxprec.config import Settings
 from fxprec.config.processor import Processor
+from fxprec.driver.attempts import CodePeak
 from fxprec.driver.capture import Captured
 from fxprec.driver.compiled import Compiled
 from fxprec.driver.event_log import EventLog, Said
@@ -43,6 +44,8 @@ class KnownHalf:
     """Positions of the inputs that the code may overwrite."""
     graph: Compiled
     """The graph as known when the half was compiled; the backward half's says how both halves were lowered."""
+    peak: CodePeak | None = None
+    """The peak of both halves under a peak budget, with the backward half. It may be above the budget."""
 
 
 def plan_key(
@@ -118,6 +121,6 @@ def repeat_events(log: EventLog, said: Sequence[Said], step: int) -> None:
         if kind == "fallback":
             log.tell(site, detail, step=step)
         elif kind == "machine":
-            log.fact(Notice(site, detail), step=step)
+            log.fact(Notice(site, detail))
         else:
             log.note(kind, site, detail, step=step)
