@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, vmap
 
 from benchmarks.papers.claims import Claim, no_worse
 from fxprec.runtime.aps.coder import Coder
-from fxprec.runtime.aps.exponents import exponent_codes, factor_exponents, largest_magnitudes
+from fxprec.runtime.aps.exponents import exponent_codes, factor_exponents
 from fxprec.runtime.aps.options import Accumulate, Scaling
 from fxprec.runtime.aps.wire import wire_of
 
@@ -48,13 +48,13 @@ class Exchange:
         if self.scaling != "aps":
             return grads / (len(grads) if self.scaling == "none" else 1), 0
         terms = 1 if self.accumulate == "fp32" else len(grads)
-        exponent = int(factor_exponents(exponent_codes(largest_magnitudes([grads]), terms), top)[0])
+        exponent = int(factor_exponents(exponent_codes(grads.abs().max()[None], terms), top)[0])
         return grads * 2.0**exponent, exponent
 
     def _rescaled(self, total: Tensor, top: int) -> tuple[Tensor, int]:
         if self.scaling != "aps" or not bool(total.any()):
             return total, 0
-        exponent = int(factor_exponents(exponent_codes(largest_magnitudes([total])), top)[0])
+        exponent = int(factor_exponents(exponent_codes(total.abs().max()[None]), top)[0])
         return total * 2.0**exponent, exponent
 
     def _in_format(self, sent: Tensor, coder: Coder) -> Tensor:

@@ -121,19 +121,18 @@ def _codecs(ground: Ground) -> None:
 
 
 def _layers(ground: Ground) -> None:
-    from fxprec.runtime.aps import exponents, segments, segments_triton
+    from fxprec.runtime.aps import segments, segments_triton
     from fxprec.runtime.aps.layout import bounds_of
 
     sizes = (5, 0, 3000, 1, 1024, 700)
     bounds, flat = bounds_of(sizes), hard_numbers(sum(sizes))
     powers = torch.tensor([200, 3, -7, 0, -215, 126], dtype=torch.int32)
     mask = torch.tensor([1.0, 1.0, 1.0, 0.0, torch.nan, 1.0])
-    table, programs = segments.table_of(bounds, ground.device)
     here = flat.to(ground.device, copy=True)
-    found = segments_triton.largest_magnitudes(here, table, programs)
-    same("magnitudes", found, exponents.largest_magnitudes(segments.slices(flat, bounds)))
-    segments_triton.scale_by_powers(here, table, programs, powers.to(ground.device), mask.to(ground.device))
-    exponents.scale_by_powers(segments.slices(flat, bounds), powers, mask)
+    found = segments_triton.largest_magnitudes(here, bounds)
+    same("magnitudes", found, segments.largest_magnitudes(flat, bounds))
+    segments_triton.scale_by_powers(here, bounds, powers.to(ground.device), mask.to(ground.device))
+    segments.scale_by_powers(flat, bounds, powers, mask)
     same("scaled layers", here, flat)
 
 

@@ -12,27 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxprec.runtime.aps import kernels
-from fxprec.runtime.aps.kernels import MAX_FACTOR_EXPONENT
-
-BLOCK = 1024
-"""Elements per program of the GPU kernels of `segments_triton`."""
-
 ZERO_LAYER = -128
 NON_FINITE_LAYER = 127
 EXPONENT_BIAS = 12
-
-
-def largest_magnitudes(layers: list[Tensor]) -> Tensor:
-    """Return the largest magnitude of each layer, float32 (layers,); 0 for an empty layer, NaN for one with a NaN."""
-    device = layers[0].device if layers else torch.device("cpu")
-    zero = torch.zeros((), dtype=torch.float32, device=device)
-    if layers and all(v.dtype == torch.float32 for v in layers) and kernels.usable(*layers):
-        return torch.tensor([kernels.largest_bits(v) for v in layers], dtype=torch.int32, device="cpu").view(
-            torch.float32
-        )
-    found = [zero if v.numel() == 0 else torch.linalg.vector_norm(v, float("inf")).float() for v in layers]
-    return torch.stack(found) if found else torch.zeros(0, dtype=torch.float32, device=device)
 
 
 def ceil_log2(magnitudes: Tensor) -> Tensor:
@@ -67,24 +49,3 @@ def mask_factors(codes: Tensor) -> Tensor:
     ones = torch.ones(codes.shape, dtype=torch.float32, device=codes.device)
     ones = torch.where(codes == ZERO_LAYER, 0.0, ones)
     return torch.where(codes == NON_FINITE_LAYER, torch.nan, ones)
-
-
-def scale_by_powers(pieces: list[Tensor], exponents: Tensor, mask: Tensor | None = None) -> None:
-    """Multiply each piece (float32) in place by 2^exponent, exactly while the results are normal, and by `mask`.
-
-    Exponents beyond 126 in magnitude take two multiplications.
-    """
-    if not pieces:
-        return
-    first = exponents.clamp(-MAX_FACTOR_EXPONENT, MAX_FACTOR_EXPONENT)
-    second = exponents - first
-    factor = power_of_two(first)
-    _multiply(pieces, factor if mask is None else factor * mask)
-    if bool(second.any()):
-        _multiply(pieces, power_of_two(second))
-
-
-def _multiply(pieces: list[Tensor], factors: Tensor) -> None:
-    for piece, value in zip(pieces, factors.tolist(), strict=True):
-        if value != 1.0:
-            piece.mul_(value)

@@ -1,11 +1,13 @@
 """Run Triton kernels over pieces of a flat tensor: find each piece's largest magnitude, scale it by a power of two.
 
 A program works on `BLOCK` elements of one piece, which it finds by binary search over the first programs of the pieces.
-`fxprec.runtime.aps.exponents` defines the bits that the kernels return.
+`fxprec.runtime.aps.segments` defines the bits that the kernels return.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,8 +17,10 @@ from torch import Tensor
 
 from fxprec.numerics import ahead
 from fxprec.runtime import on_device
-from fxprec.runtime.aps.exponents import BLOCK
 from fxprec.runtime.aps.kernels import MAX_FACTOR_EXPONENT
+
+BLOCK = 1024
+"""Elements per program."""
 
 
 @triton.jit
@@ -77,8 +81,9 @@ def _steps(pieces: int) -> int:
     return max(1, (pieces - 1).bit_length())
 
 
-def largest_magnitudes(flat: Tensor, table: Tensor, programs: int) -> Tensor:
-    """Return the largest magnitudes, float32 (pieces,); ``table`` and ``programs`` are those of `segments.table_of`."""
+def largest_magnitudes(flat: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the largest magnitude of each piece, float32 (pieces,)."""
+    table, programs = table_of(tuple(bounds), flat.device)
     pieces = len(table)
     found = torch.zeros(pieces, dtype=torch.int32, device=flat.device)
     if programs:
@@ -87,8 +92,11 @@ def largest_magnitudes(flat: Tensor, table: Tensor, programs: int) -> Tensor:
     return found.view(torch.float32)
 
 
-def scale_by_powers(flat: Tensor, table: Tensor, programs: int, exponents: Tensor, mask: Tensor | None) -> None:
+def scale_by_powers(
+    flat: Tensor, bounds: Sequence[tuple[int, int]], exponents: Tensor, mask: Tensor | None = None
+) -> None:
     """Multiply each piece in place by 2^exponent (int32) and by ``mask`` (float32), each (pieces,)."""
+    table, programs = table_of(tuple(bounds), flat.device)
     if not programs:
         return
     pieces, options = len(table), {"LIMIT": MAX_FACTOR_EXPONENT, "MASKED": mask is not None, "BLOCK": BLOCK}
@@ -96,6 +104,22 @@ def scale_by_powers(flat: Tensor, table: Tensor, programs: int, exponents: Tenso
     spare = given if mask is None else mask.contiguous()  # never read without a mask
     with on_device.current(flat.device):
         _scale_kernel[(programs,)](flat, table, given, spare, pieces, STEPS=_steps(pieces), **options)
+
+
+@lru_cache(maxsize=1024)
+def table_of(bounds: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, int]:
+    """Return first program, start and end of each piece, int64 (pieces, 3), and the number of programs.
+
+    The table is uploaded once.
+    """
+    first, rows = 0, []
+    for start, end in bounds:
+        rows.append((first, start, end))
+        first += -(-(end - start) // BLOCK)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), 3)
+    return on_device.uploaded_for_good(table, device), first
+
+
 
 
 def compile_to_ptx(arch: int) -> tuple[str, str]:

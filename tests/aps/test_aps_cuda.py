@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from fxprec.runtime.aps import bucket, coder, exponents, fsdp, hook, segments, segments_triton
+from fxprec.runtime.aps import bucket, coder, fsdp, hook, segments, segments_triton
 from fxprec.runtime.aps.layout import bounds_of, layout
 from fxprec.runtime.aps.shards import Shards
 from fxprec.runtime.aps.wire import Sending, wire_of
@@ -39,22 +39,21 @@ def pieces() -> Tensor:
 @interpreted
 def test_kernels_over_pieces_have_the_bits_of_the_plain_form() -> None:
     bounds, flat = bounds_of(SIZES), pieces()
-    table, programs = segments.table_of(bounds, torch.device("cpu"))
+    _, programs = segments_triton.table_of(bounds, torch.device("cpu"))
     assert programs == 1 + 3 + 1 + 1 + 1
     with np.errstate(all="ignore"):
-        found = segments_triton.largest_magnitudes(flat, table, programs)
-        wanted = exponents.largest_magnitudes(segments.slices(flat, bounds))
+        found = segments_triton.largest_magnitudes(flat, bounds)
+        wanted = segments.largest_magnitudes(flat, bounds)
         assert torch.equal(found.view(torch.int32), wanted.view(torch.int32)) or same_but_nan(found, wanted)
         powers = torch.tensor([200, 3, -7, 0, -215, 1, 126], dtype=torch.int32)
         mask = torch.tensor([1.0, 1.0, 0.0, 1.0, torch.nan, 1.0, 1.0])
         for given in (None, mask):
             mine, theirs = flat.clone(), flat.clone()
-            segments_triton.scale_by_powers(mine, table, programs, powers, given)
-            exponents.scale_by_powers(segments.slices(theirs, bounds), powers, given)
+            segments_triton.scale_by_powers(mine, bounds, powers, given)
+            segments.scale_by_powers(theirs, bounds, powers, given)
             assert same_but_nan(mine, theirs)
-        one, programs = segments.table_of(((3, 40),), torch.device("cpu"))
         before = flat.clone()
-        segments_triton.scale_by_powers(flat, one, programs, torch.tensor([1]), None)
+        segments_triton.scale_by_powers(flat, [(3, 40)], torch.tensor([1]))
         assert torch.equal(flat[3:40], before[3:40] * 2)
         assert torch.equal(flat[40:].nan_to_num(), before[40:].nan_to_num()), "what is of no piece stays"
 
@@ -134,11 +133,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(bucket.dist, "all_reduce", lambda *args, **options: work)
     monkeypatch.setattr(bucket.dist, "all_to_all_single", lambda out, given, group: None)
     monkeypatch.setattr(bucket.dist, "get_rank", lambda group: 0)
-    for cached in (segments.table_of, segments.indices_of):
+    for cached in (segments_triton.table_of, segments.indices_of):
         cached.cache_clear()
     uploads.seen.clear()
     yield found
-    for cached in (segments.table_of, segments.indices_of):
+    for cached in (segments_triton.table_of, segments.indices_of):
         cached.cache_clear()
 
 

@@ -10,15 +10,10 @@ from fxprec.errors import ConfigError, FormatError
 from fxprec.numerics import rounding
 from fxprec.numerics.formats import parse
 from fxprec.numerics.reference import reference_quantize
-from fxprec.runtime.aps.exponents import (
-    NON_FINITE_LAYER,
-    ZERO_LAYER,
-    exponent_codes,
-    factor_exponents,
-    scale_by_powers,
-)
+from fxprec.runtime.aps.exponents import NON_FINITE_LAYER, ZERO_LAYER, exponent_codes, factor_exponents
 from fxprec.runtime.aps.layout import layout
 from fxprec.runtime.aps.options import APSOptions
+from fxprec.runtime.aps.segments import scale_by_powers
 from fxprec.runtime.aps.wire import wire_of
 
 FORMATS = (
@@ -121,7 +116,7 @@ def test_exponents_of_zero_tiny_huge_and_non_finite_layers() -> None:
 
 def test_scaling_by_large_powers_is_exact() -> None:
     x = torch.tensor([2.0**-149, 3 * 2.0**-149], dtype=torch.float32)
-    scale_by_powers([x], torch.tensor([200], dtype=torch.int32))
+    scale_by_powers(x, [(0, 2)], torch.tensor([200], dtype=torch.int32))
     assert x.tolist() == [2.0**51, 3 * 2.0**51]
 
 
