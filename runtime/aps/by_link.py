@@ -29,9 +29,9 @@ from fxprec.runtime.aps.link_problem import ALL_REDUCE, REDUCE_SCATTER, Problem,
 from fxprec.runtime.aps.link_statistics import Statistics
 from fxprec.runtime.aps.link_trial import CLOSEST, TRIALS, Clock, Trial
 from fxprec.runtime.aps.link_widths import by_nodes, widths_of
-from fxprec.runtime.aps.links import Links
 from fxprec.runtime.aps.lost import RollCall
 from fxprec.runtime.aps.low_rank import Memory
+from fxprec.runtime.aps.options import APSOptions
 from fxprec.runtime.aps.shards import Shards
 from fxprec.runtime.aps.wire import INSIDE, Coding, Sending
 from fxprec.runtime.events import Event
@@ -46,8 +46,8 @@ TRIED = 2.0
 class ByLink:
     """The plan of a state with ``bits="by link"``, and the measurements that it is made from.
 
-    `names` has the names of all parameters, `weights` the weights of their errors by name or pattern. With `links` no
-    link is measured.
+    `names` has the names of all parameters, `weights` the weights of their errors by name or pattern. If `options` give
+    the links, no link is measured.
     """
 
     def __init__(
@@ -55,30 +55,24 @@ class ByLink:
         names: Mapping[Tensor, str],
         codings: Mapping[int, Coding],
         groups: Groups,
-        *,
-        stochastic: bool,
-        budget: float,
-        low_rank: int,
+        options: APSOptions,
         memory: Memory,
-        links: Links | None = None,
         weights: Mapping[str, float] | None = None,
         plan: LinkPlan | None = None,
     ) -> None:
         self._codings = codings
         self._groups = groups
-        self._stochastic = stochastic
+        self._options = options
         self._transport = ALL_REDUCE
         self._gathers: Gathers | None = None
         self._has_met = False
         self._timed: tuple[Width, ...] = ()
-        self._budget = budget
-        self._low_rank = low_rank
         self._memory = memory
-        self._links = links
+        self._links = options.given_links(groups.node is not None)
         self._names = WeakTensorKeyDictionary()
         for parameter, name in names.items():
             self._names[parameter] = name
-        self._statistics = Statistics(groups, low_rank, memory, _by_name(weights or {}, list(names.values())))
+        self._statistics = Statistics(groups, options.low_rank, memory, _by_name(weights or {}, list(names.values())))
         self._steps = -1
         """Number of this process's step within the current period."""
         self._clocks: list[list[Clock]] = []
@@ -126,10 +120,10 @@ class ByLink:
         Raises `ConfigError` for low rank, which FSDP2 cannot use, and `PlanError` if a plan in force gathers modules
         that the model does not have.
         """
-        if self._low_rank:
+        if self._options.low_rank:
             raise ConfigError(
-                f"APS low_rank={self._low_rank} works only with DistributedDataParallel's hook: under FSDP2 no rank "
-                "has a whole matrix; leave it out"
+                f"APS low_rank={self._options.low_rank} works only with DistributedDataParallel's hook: under FSDP2 no "
+                "rank has a whole matrix; leave it out"
             )
         self._transport = REDUCE_SCATTER
         self._gathers = Gathers(modules, self._groups.size) if gathers else None
@@ -166,7 +160,7 @@ class ByLink:
                 )
             if layer.bits not in self._codings:
                 raise PlanError(f"link plan sends {layer.name!r} in {layer.bits} bits; give widths= that has them")
-            if layer.low_rank not in (0, self._low_rank):
+            if layer.low_rank not in (0, self._options.low_rank):
                 raise PlanError(
                     f"link plan sends {layer.name!r} in rank {layer.low_rank}; give low_rank={layer.low_rank}, or plan "
                     "again by leaving plan= out"
@@ -240,13 +234,13 @@ class ByLink:
             return
         last = None if self.plan is None else self.plan.links
         links = self._links or probe_links(self._groups, last)
-        ready, on_cpu = self._ready(), device.type == "cpu"
+        ready, on_cpu, budget = self._ready(), device.type == "cpu", self._options.error_budget
         if on_cpu and not self._transport.overlaps:
             ready = (0.0,) * len(ready)
         problem = Problem(
-            layers, ready, self._widths(), links, self._groups.size, self._budget, float(on_cpu), self._transport
+            layers, ready, self._widths(), links, self._groups.size, budget, float(on_cpu), self._transport
         )
-        if last is None or links.differ(last) or self._error(problem) > self._budget:
+        if last is None or links.differ(last) or self._error(problem) > budget:
             gathers, group = self._gathers, self._groups.payload
             gathered, sent = ((), 0) if gathers is None else gathers.chosen(links.between, group)
             plan, *others = [
@@ -263,14 +257,15 @@ class ByLink:
     def _widths(self) -> tuple[Width, ...]:
         """Return the widths to choose from, each also by nodes if there are nodes. Costs are measured once."""
         if not self._timed:
-            widths = widths_of(self._codings, stochastic=self._stochastic, passes=self._transport.passes)
+            stochastic = self._options.rounding == "stochastic"
+            widths = widths_of(self._codings, stochastic=stochastic, passes=self._transport.passes)
             timed = probe_widths(widths, communication_device(self._groups.payload), self._groups.payload)
             if (node := self._groups.node) is not None:
                 cast = next(width for width in timed if width.bits == 8 * INSIDE.itemsize)
                 timed += tuple(by_nodes(width, cast, node.size, node.between.size) for width in timed)
-            if self._low_rank:
+            if self._options.low_rank:
                 cast = next(width for width in timed if width.bits == UNPLANNED)
-                timed += (probe_low_rank(cast, self._low_rank, self._memory, self._groups.payload),)
+                timed += (probe_low_rank(cast, self._options.low_rank, self._memory, self._groups.payload),)
             self._timed = timed
         return self._timed
 

@@ -125,13 +125,10 @@ class APSState:
             {p: _plain_name(name) for name, p in model.named_parameters() if p not in self._kept},
             {bits: codings[bits] for bits in chosen.widths},
             self.groups,
-            stochastic=chosen.rounding == "stochastic",
-            budget=chosen.error_budget,
-            low_rank=chosen.low_rank,
-            memory=self.memory,
-            links=chosen.given_links(self.groups.node is not None),
-            weights=weights,
-            plan=plan,
+            chosen,
+            self.memory,
+            weights,
+            plan,
         )
 
     def _meet(self, process_group: dist.ProcessGroup | None) -> Groups:
