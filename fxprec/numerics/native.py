@@ -11,6 +11,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -23,6 +24,11 @@ Signatures: TypeAlias = Mapping[str, Sequence[Any]]
 
 SANITIZER = "FXPREC_SANITIZE"
 """The environment variable that builds kernels with a sanitizer (``address``); `./dev asan` sets it."""
+
+
+def text_beside(module: str, name: str) -> str:
+    """Return the text of the C++ file ``name`` beside a module, whose ``__file__`` is given."""
+    return Path(module).with_name(name).read_text(encoding="utf-8")
 
 
 def load(source: str, signatures: Signatures, flags: Sequence[str] = ()) -> ctypes.CDLL:

@@ -57,8 +57,8 @@ class ByLink:
         groups: Groups,
         options: APSOptions,
         memory: Memory,
-        weights: Mapping[str, float] | None = None,
-        plan: LinkPlan | None = None,
+        weights: Mapping[str, float] | None,
+        plan: LinkPlan | None,
     ) -> None:
         self._codings = codings
         self._groups = groups

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ _SIGNATURES = {
 @cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernels; without a compiler, warn and return None."""
-    source = with_codec(Path(__file__).with_name("kernels.cpp").read_text(encoding="utf-8"))
+    source = with_codec(native.text_beside(__file__, "kernels.cpp"))
     return native.load_or_warn(source, _SIGNATURES, "APS runs op by op, several times slower")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ class Task(ctypes.Structure):
 @cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernel; without a compiler, warn and return None."""
-    source = with_codec(Path(__file__).with_name("kernel.cpp").read_text(encoding="utf-8"))
+    source = with_codec(native.text_beside(__file__, "kernel.cpp"))
     signature = (None, ctypes.POINTER(Task), *[ctypes.c_int32] * 4)
     slower = "fxprec.arith runs as a plain loop, many times slower"
     return native.load_or_warn(source, {"fxprec_arith_matmul": signature}, slower)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from pathlib import Path
 
 import torch
 
@@ -14,7 +13,6 @@ from fxprec.numerics.block_cpp import c_blocks, with_blocks
 from fxprec.numerics.blocks import find_blocks
 from fxprec.numerics.memory import empty_huge
 
-_SOURCE = Path(__file__).with_name("blocks.cpp")
 
 
 @cache
@@ -26,7 +24,7 @@ def _library() -> ctypes.CDLL:
         "fxprec_load_blocks32": load,
         "fxprec_load_blocks16": load,
     }
-    return native.load(with_blocks(_SOURCE.read_text(encoding="utf-8")), signatures)
+    return native.load(with_blocks(native.text_beside(__file__, "blocks.cpp")), signatures)
 
 
 def store_blocks(

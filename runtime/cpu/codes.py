@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 import torch
 
@@ -18,14 +17,13 @@ from fxprec.numerics import cpp, native
 from fxprec.numerics.formats import Format
 from fxprec.numerics.stats import WIDTH
 
-_SOURCE = Path(__file__).with_name("codes.cpp")
 
 
 @cache
 def _library() -> ctypes.CDLL:
     pointer = ctypes.c_void_p
     signatures = {"fxprec_count_codes": (None, pointer, ctypes.c_int64, pointer)}
-    return native.load(cpp.with_codec(_SOURCE.read_text(encoding="utf-8")), signatures)
+    return native.load(cpp.with_codec(native.text_beside(__file__, "codes.cpp")), signatures)
 
 
 def count_codes(stored: Sequence[torch.Tensor], formats: Sequence[Format], exps: Sequence[int]) -> torch.Tensor:

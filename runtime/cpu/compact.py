@@ -18,7 +18,6 @@ import torch
 
 from fxprec.numerics import native
 
-_SOURCE = Path(__file__).with_name("compact.cpp")
 _SIGNATURES = {
     "fxprec_compact_install": (ctypes.c_int,),
     "fxprec_compact_is_installed": (ctypes.c_int,),
@@ -87,4 +86,4 @@ def hold(seconds: float) -> None:
 @cache
 def _library() -> ctypes.CDLL:
     libraries = Path(torch.__file__).parent / "lib"
-    return native.load(_SOURCE.read_text(encoding="utf-8"), _SIGNATURES, (f"-L{libraries}", "-lc10"))
+    return native.load(native.text_beside(__file__, "compact.cpp"), _SIGNATURES, (f"-L{libraries}", "-lc10"))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from pathlib import Path
 
 import torch
 
 from fxprec.kernels.layout import LAID_OUT_DTYPES, LaidOut
 from fxprec.numerics import native
 
-_SOURCE = Path(__file__).with_name("layout.cpp")
 _FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
 
 
@@ -20,7 +18,7 @@ def _library() -> ctypes.CDLL:
     memory, size = ctypes.c_void_p, ctypes.c_int64
     widths = [8 * dtype.itemsize for dtype in LAID_OUT_DTYPES]
     signatures = {f"fxprec_turn_{a}_{b}": (None, memory, memory, size, size, size) for a in widths for b in widths}
-    return native.load(_SOURCE.read_text(encoding="utf-8"), signatures)
+    return native.load(native.text_beside(__file__, "layout.cpp"), signatures)
 
 
 def laid_out(x: torch.Tensor, dtype: torch.dtype, channels_last: bool) -> torch.Tensor:

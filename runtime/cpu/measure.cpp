@@ -1,26 +1,14 @@
-// Moments and exponent histograms of a dense float32 tensor, in steps that measure.
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-#if defined(__GNUC__) && !defined(__clang__)
-// Inductor switches both off: its own loops are written in vectors.
-#pragma GCC optimize("tree-loop-vectorize", "no-trapping-math")
-#endif
-
+// Moments of a dense float32 tensor, in steps that measure.
+/*PRELUDE*/
 namespace {
 
-constexpr int32_t kMagnitude = 0x7fffffff;
 constexpr int32_t kFraction = 0x007fffff;
 constexpr int32_t kOne = 0x3f800000;
 constexpr int64_t kParallelFrom = 32768;
 constexpr int64_t kBlock = 1024;
 
-inline int32_t bits_of(float x) { int32_t b; std::memcpy(&b, &x, 4); return b; }
-inline float float_of(int32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
-
 // log2 of a magnitude's bits within 7e-6; subnormals count as 2^-127.
-inline float log2_of(int32_t bits) {
+FXPREC_INLINE float log2_of(int32_t bits) {
   const float t = float_of((bits & kFraction) | kOne) - 1.0f;
   const float p = 0.44265944f + t * (-0.27672833f + t * (0.18486223f + t * (-0.09838764f + t * 0.02627305f)));
   return static_cast<float>((bits >> 23) - 127) + t + t * (1.0f - t) * p;

@@ -6,23 +6,22 @@ import ctypes
 import math
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
 from fxprec.ir.symbolic import MEASURE
-from fxprec.numerics import native
+from fxprec.numerics import cpp, native
 from fxprec.numerics.stats import Counts
 
-_SOURCE = Path(__file__).with_name("measure.cpp")
 
 
 @cache
 def _library() -> ctypes.CDLL:
     pointer = ctypes.c_void_p
     signature = (None, pointer, pointer, ctypes.c_int64, ctypes.c_float, ctypes.c_float)
-    return native.load(_SOURCE.read_text(encoding="utf-8"), {"fxprec_moments": signature})
+    source = native.text_beside(__file__, "measure.cpp").replace("/*PRELUDE*/", cpp.PRELUDE)
+    return native.load(source, {"fxprec_moments": signature})
 
 
 Moments: TypeAlias = tuple[float, float, float, float]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from fxprec.numerics.stats import WIDTH
 from fxprec.runtime.cpu.measure import wanted_moments, with_moments
 from fxprec.runtime.cpu.params import Params, params_of, params_of_row
 
-_SOURCE = Path(__file__).with_name("kernels.cpp")
 
 
 _WIDTHS = (8, 16, 32)  # bits of a code
@@ -35,7 +33,7 @@ def _library() -> ctypes.CDLL:
     for bits in _WIDTHS:
         signatures[f"fxprec_store{bits}"] = (None, memory, memory, memory, memory, *end)
         signatures[f"fxprec_load{bits}"] = (None, memory, memory, *end)
-    return native.load(cpp.with_codec(_SOURCE.read_text(encoding="utf-8")), signatures)
+    return native.load(cpp.with_codec(native.text_beside(__file__, "kernels.cpp")), signatures)
 
 
 def _kernel(name: str, fmt: Format) -> Any:
@@ -125,7 +123,7 @@ def _round(
     values_at = native.address("values", values, torch.float32, count, like=x)
     counts_at = native.address("counts", counts, torch.float64, WIDTH)
     if storage == "simulate":
-        params = params_of_row(entries[:CARRIED], carried=entries[CARRIED], keep=keep)
+        params = params_of_row(tuple(entries[:CARRIED]), carried=entries[CARRIED], keep=keep)
     else:
         params = params_of(fmt, entries[0], carried=entries[CARRIED], keep=keep)
     _library().fxprec_round(x_at, values_at, counts_at, count, ctypes.byref(params))

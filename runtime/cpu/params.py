@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from functools import lru_cache
 
 from fxprec.numerics.cpp import CFormat, c_format, c_format_of
@@ -23,17 +22,13 @@ class Params(ctypes.Structure):
     )
 
 
-def params_of_row(entries: Sequence[int], *, carried: int = 0, keep: bool = False) -> Params:
+@lru_cache(maxsize=4096)
+def params_of_row(entries: tuple[int, ...], *, carried: int = 0, keep: bool = False) -> Params:
     """Return the parameters of ``fxprec_round`` from the first columns of a row of the scale table (`FormatRow`).
 
     ``carried`` is the scale exponent of the incoming tensor. ``keep`` keeps infinities among the values, whatever the
     format makes of them.
     """
-    return _params_of_row(tuple(entries), carried, keep)
-
-
-@lru_cache(maxsize=4096)
-def _params_of_row(entries: tuple[int, ...], carried: int, keep: bool) -> Params:
     row = row_of(entries)
     return _params(c_format_of(row), row.scale_exponent, 0, carried, keep)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from array import array
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from fxprec.runtime.optim import states
 from fxprec.runtime.optim.rule import INTEGERS, Rule, scale_name
 from fxprec.runtime.optim.trace import trace, trace_code, trace_scale
 
-_TEMPLATE = Path(__file__).with_name("kernel.cpp")
 _FLAGS = ("-fno-math-errno",)  # with errno a square root is a call and a branch, so its loop is not vectorised
 _TYPES = {
     torch.float32: "float",
@@ -62,7 +60,7 @@ def source(rule: Rule) -> str:
         "BODY": "\n      ".join([*loads, *lines, *stores]),
         "END": "\n".join(_encoding(rule, name) for name in rule.coded),
     }
-    text = _TEMPLATE.read_text(encoding="utf-8")
+    text = native.text_beside(__file__, "kernel.cpp")
     for name, value in filled.items():
         text = text.replace(f"/*{name}*/", value)
     return text
