@@ -26,6 +26,7 @@ from fxprec.runtime.events import Event, RunEvents
 from fxprec.runtime.nonfinite import Departure, Nonfinite
 from fxprec.runtime.scaling.copies import CopyScales
 from fxprec.runtime.scaling.keeper import Keeper, casts_alike, largest_magnitude
+from fxprec.runtime.scaling.record import UNSCALED
 from fxprec.runtime.stats import SiteStats, StatsQueue, steps_late
 from fxprec.runtime.table import Formats, Latest, ScaleTable, TableState
 
@@ -384,14 +385,6 @@ def _sites_by_row(known: tuple[tuple[Site, ...], ScaleGraph | None]) -> Mapping[
     sites, graph = known
     further = {} if graph is None else {row: sites[i] for row, i in graph.site_of.items()}
     return {**dict(enumerate(sites)), **further}
-
-
-UNSCALED: Mapping[str, Any] = {
-    "scale_exponent": 0,
-    "estimated_underflow": None,
-    "estimated_overflow": None,
-    "history": [],
-}
 
 
 def describe(site: Site) -> str:

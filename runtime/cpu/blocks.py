@@ -14,7 +14,6 @@ from fxprec.numerics.blocks import find_blocks
 from fxprec.numerics.memory import empty_huge
 
 
-
 @cache
 def _library() -> ctypes.CDLL:
     memory, end = ctypes.c_void_p, (ctypes.c_int64, ctypes.c_void_p)

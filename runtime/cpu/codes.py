@@ -18,7 +18,6 @@ from fxprec.numerics.formats import Format
 from fxprec.numerics.stats import WIDTH
 
 
-
 @cache
 def _library() -> ctypes.CDLL:
     pointer = ctypes.c_void_p

@@ -15,7 +15,6 @@ from fxprec.numerics import cpp, native
 from fxprec.numerics.stats import Counts
 
 
-
 @cache
 def _library() -> ctypes.CDLL:
     pointer = ctypes.c_void_p

@@ -22,7 +22,6 @@ from fxprec.runtime.cpu.measure import wanted_moments, with_moments
 from fxprec.runtime.cpu.params import Params, params_of, params_of_row
 
 
-
 _WIDTHS = (8, 16, 32)  # bits of a code
 
 

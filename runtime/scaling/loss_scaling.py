@@ -8,6 +8,7 @@ from typing import Any
 
 from fxprec.config.grad_scaling import LossScaling, exponent_of
 from fxprec.plan.scales import ScaleGraph
+from fxprec.runtime.scaling.record import UNSCALED
 from fxprec.runtime.stats import SiteStats
 
 MAX_LOSS_EXP = 60
@@ -69,12 +70,7 @@ class LossScaleKeeper:
 
     def describe(self, row: int) -> dict[str, Any]:
         """Return what `Backend.stats` shows of a cast: the one scale, and no estimates."""
-        return {
-            "scale_exponent": self.exps[self.graph.casts[row]],
-            "estimated_underflow": None,
-            "estimated_overflow": None,
-            "history": [],
-        }
+        return {**UNSCALED, "scale_exponent": self.exps[self.graph.casts[row]]}
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""

@@ -13,6 +13,14 @@ from fxprec.runtime.stats import SiteStats, from_plain, to_plain
 PATIENCE = 8
 HISTORY = 1000  # refreshes remembered per cast
 
+UNSCALED: Mapping[str, Any] = {
+    "scale_exponent": 0,
+    "estimated_underflow": None,
+    "estimated_overflow": None,
+    "history": [],
+}
+"""What `Backend.stats` shows of the scale of a row that has none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Refresh:
