@@ -110,7 +110,10 @@ class NonfiniteWatch:
             if rows[i] == row
         ]
         table = np.concatenate(found)
-        return _Series(table[np.argsort(table[:, 0], kind="stable")][-WINDOW:])
+        table = table[np.argsort(table[:, 0], kind="stable")]
+        # A row arrives once for each backward pass of a step; the worst of them counts.
+        table = np.maximum.reduceat(table, np.flatnonzero(np.diff(table[:, 0], prepend=-math.inf)))
+        return _Series(table[-WINDOW:])
 
     def first_moved(self, step: int, sites: Mapping[int, Site], cause: str) -> Departure | None:
         """Return the row that moved first up to ``step``, in which the loss jumped; of equals, the first to run."""

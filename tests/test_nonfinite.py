@@ -69,6 +69,16 @@ def test_backward_runs_from_the_end_and_a_dynamic_loss_scale_overflows_on_purpos
     assert step(NonfiniteWatch(gradients=False), 1, *bad) is None
 
 
+def test_a_tensor_that_arrives_twice_in_a_step_is_out_of_range_if_it_was_so_once():
+    """Two forward passes before a backward, as of a siamese network: either may have had the bad batch."""
+    for last in ((math.inf, 1.0), (1.0, math.inf)):
+        watch = NonfiniteWatch(gradients=True)
+        for number, pair in enumerate(((1.0, 2.0), (2.0, 1.0), last)):
+            found = watch.note(number, [SiteStats(0, 0.0, 0.0, amax) for amax in pair], SITES)
+        assert (found.site.tensor, found.step, found.seen_at, found.value) == ("t0", 2, 2, "inf")
+        assert found.statistics == ((0, 2.0, 0.0, 0.0), (1, 2.0, 0.0, 0.0), (2, math.inf, 0.0, 0.0))
+
+
 def trained(bad: float | None, **options) -> fxprec.Backend:
     """Train for some steps, the third on a batch with a bad number in it."""
     torch.manual_seed(0)
