@@ -299,11 +299,14 @@ class Controller:
     ) -> None:
         """Take the plan of newly compiled code. Scales stay as they are if the new code casts the same gradients.
 
-        ``capacity`` is the number of rows of its table; None: as before. Pending statistics are dropped if rows or
-        casts differ, because their row numbers then mean other tensors.
+        ``capacity`` is the number of rows of its table; None: as before. Statistics are dropped if rows or casts
+        differ, because their row numbers then mean other tensors.
         """
         if not (self._rows_alike(plan) and casts_alike(self.keeper, keeper)):
             self.queue.forget()
+            self.latest.clear()
+            if self.nonfinite is not None:
+                self.nonfinite.watch.forget()
         self.capacity = self.capacity if capacity is None else capacity
         if self.keeper is not None and keeper is not None and casts_alike(self.keeper, keeper):
             self.keeper.graph = keeper.graph  # stored operands may differ, and with them the slots

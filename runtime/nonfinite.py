@@ -92,6 +92,10 @@ class NonfiniteWatch:
         is_new, self._was_bad = bad and not self._was_bad, bad
         return self._first(step, (s.site for s in arrived), sites) if is_new else None
 
+    def forget(self) -> None:
+        """Drop all statistics, because row numbers mean other tensors from now on."""
+        self._rings.clear()
+
     def series(self) -> dict[int, tuple[tuple[int, float, float, float], ...]]:
         """Return (step, amax, overflow ratio, underflow ratio) of up to 200 recent steps by row, oldest first."""
         return {row: self._series(row).rows() for row in self._rows}

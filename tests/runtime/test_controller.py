@@ -365,14 +365,19 @@ def _one(counts: torch.Tensor) -> SiteStats:
 
 
 @pytest.mark.usefixtures("late")
-def test_statistics_that_wait_are_dropped_where_rows_mean_something_else() -> None:
+def test_statistics_are_dropped_where_rows_mean_something_else() -> None:
     it = controller(sites=6)
     push(it, FORWARD, overflow=1.0)
     same = ScaleKeeper(GradScaling(interval=INTERVAL), ScaleGraph(it.keeper.graph.variables), 0.01)
     it.adopt(it.plan, same)
     assert len(it.queue) == 1
+    it.nonfinite = Nonfinite(NonfiniteWatch(gradients=True), None)
+    it.act_on_all()
+    push(it, FORWARD)
+    assert (list(it.latest), list(it.nonfinite.watch.series())) == ([FORWARD], [FORWARD])
     it.adopt(controller(sites=6).plan, ScaleKeeper(GradScaling(), ScaleGraph(it.keeper.graph.variables[:1]), 0.01))
     assert len(it.queue) == 0
+    assert (it.latest, it.nonfinite.watch.series()) == ({}, {})
 
 
 def test_what_nonfinite_saw_of_a_row_keeps_its_order_in_other_company() -> None:
