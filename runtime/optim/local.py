@@ -56,3 +56,8 @@ def in_order_of(t: Tensor, param: Tensor) -> Tensor:
     if t.stride() != param.stride():
         t = torch.empty_like(param, dtype=t.dtype).copy_(t)
     return t.as_strided((t.numel(),), (1,))
+
+
+def in_shape_of(flat: Tensor, param: Tensor) -> Tensor:
+    """Return a result of `in_order_of` as a tensor of the parameter's shape."""
+    return flat.as_strided(param.shape, param.stride()) if is_permuted(param) else flat.view(param.shape)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxprec.runtime.optim import cpp, reference
-from fxprec.runtime.optim.local import dense_row, is_dense
+from fxprec.runtime.optim.local import dense_row, in_shape_of, is_dense, local
 from fxprec.runtime.optim.rule import Rule
 
 
@@ -62,9 +62,8 @@ def _kernel(rule: Rule, rows: list[list[Tensor]], floats: Tensor, integers: Tens
 
 def _write_back(row: list[Tensor], copies: list[Tensor]) -> None:
     """Copy stepped copies back into their tensors; the gradient, at 1, was not written."""
+    param = local(row[0])
     for i, (t, copy) in enumerate(zip(row, copies, strict=True)):
-        if i == 1:
-            continue
-        local = t.to_local() if hasattr(t, "to_local") else t
-        if copy.data_ptr() != local.data_ptr():
-            local.copy_(copy.view(local.shape))
+        here = local(t)
+        if i != 1 and copy.data_ptr() != here.data_ptr():
+            here.copy_(in_shape_of(copy, param))

@@ -208,6 +208,23 @@ def test_parameters_without_gradient_frozen_empty_or_of_any_layout() -> None:
     assert params[6].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("foreach", [None, False])
+def test_a_weight_that_becomes_channels_last_keeps_the_order_of_its_state(foreach: bool | None) -> None:
+    """By `model.to(memory_format=...)` after some steps, or by a state that a contiguous weight has saved."""
+    start, grads = torch.randn(4, 3, 3, 3).bfloat16(), torch.randn(4, 4, 3, 3, 3).bfloat16()
+
+    def run(order: torch.memory_format) -> list[torch.Tensor]:
+        p = torch.nn.Parameter(start.clone())
+        opt = fxprec.optim.AdamW([p], lr=0.1, betas=(0.9, 0.99), update="kahan", foreach=foreach)
+        for step, grad in enumerate(grads):
+            p.data = p.data.to(memory_format=order) if step == 2 else p.data
+            p.grad = grad.clone()
+            opt.step()
+        return [p.detach(), *(opt.state[p][name] for name in ("exp_avg", "exp_avg_sq", "compensation"))]
+
+    assert all(map(torch.equal, run(torch.contiguous_format), run(torch.channels_last)))
+
+
 def test_a_step_is_seen_by_autograd() -> None:
     p = torch.nn.Parameter(torch.ones(3))
     opt = fxprec.optim.SGD([p], lr=0.5)
