@@ -23,7 +23,7 @@ from fxprec.plan.lines import named
 from fxprec.plan.scales import ScaleGraph
 from fxprec.runtime.controller_state import saved_plan
 from fxprec.runtime.events import Event, RunEvents
-from fxprec.runtime.nonfinite import Departure, Nonfinite
+from fxprec.runtime.nonfinite import Departure, NonfiniteWatch
 from fxprec.runtime.scaling.copies import CopyScales
 from fxprec.runtime.scaling.keeper import Keeper, casts_alike, largest_magnitude
 from fxprec.runtime.scaling.record import UNSCALED
@@ -58,7 +58,7 @@ class Controller:
     copies: CopyScales | None = None  # None where no stored copy has a scale
     told: RunEvents = field(default_factory=RunEvents)
     queue: StatsQueue = field(default_factory=StatsQueue)
-    nonfinite: Nonfinite | None = None  # None: nobody asks which tensor left its range first
+    nonfinite: NonfiniteWatch | None = None  # None: nobody asks which tensor left its range first
     latest: dict[int, SiteStats] = field(default_factory=dict)  # statistics acted on last, by row
     latest_step: int = 0  # step of the latest statistics
     _refused: frozenset[int] = frozenset()  # sites never promoted again, because compiling with the promotion failed
@@ -184,9 +184,9 @@ class Controller:
         if self.nonfinite is not None:
             self._tell_who_was_first(self.nonfinite, arrived, step)
 
-    def _tell_who_was_first(self, nonfinite: Nonfinite, arrived: Sequence[SiteStats], step: int) -> None:
+    def _tell_who_was_first(self, nonfinite: NonfiniteWatch, arrived: Sequence[SiteStats], step: int) -> None:
         """Record which tensor left its range first; warn, or let `settle` raise, as ``nonfinite.action`` says."""
-        departure = nonfinite.watch.note(step, arrived, self._sites())
+        departure = nonfinite.note(step, arrived, self._sites())
         if departure is None:
             return
         self.departures.append(departure)
@@ -306,7 +306,7 @@ class Controller:
             self.queue.forget()
             self.latest.clear()
             if self.nonfinite is not None:
-                self.nonfinite.watch.forget()
+                self.nonfinite.forget()
         self.capacity = self.capacity if capacity is None else capacity
         if self.keeper is not None and keeper is not None and casts_alike(self.keeper, keeper):
             self.keeper.graph = keeper.graph  # stored operands may differ, and with them the slots

@@ -89,8 +89,7 @@ def first_that_moved(jump: Jump, controllers: Sequence[Controller]) -> tuple[Con
     for i, controller in enumerate(controllers):
         if controller.nonfinite is None:
             continue
-        sites = {row: controller.site_of(row) for row in controller.nonfinite.watch.series()}
-        departure = controller.nonfinite.watch.first_moved(jump.step, sites, str(jump))
+        departure = controller.nonfinite.first_moved(jump.step, controller.site_of, str(jump))
         if departure is not None:
             in_backward, place = departure.site.order
             found.append(((departure.step, in_backward, -i if in_backward else i, place), controller, departure))

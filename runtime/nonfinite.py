@@ -7,7 +7,7 @@ computed from it. Statistics come one or two steps late (`stats.STEPS_LATE`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -72,8 +72,12 @@ class Departure:
 class NonfiniteWatch:
     """Statistics of every row over the last steps, from which the tensor that left its range first is found."""
 
-    def __init__(self, *, gradients: bool) -> None:
-        """Watch forward tensors, with ``gradients`` also gradients. A dynamic loss scale makes infs there usual."""
+    def __init__(self, *, gradients: bool, action: Literal["report", "raise"] | None = None) -> None:
+        """Watch forward tensors, with ``gradients`` also gradients. A dynamic loss scale makes infs there usual.
+
+        ``action``: the reaction to an inf or a NaN; None records an event without a warning.
+        """
+        self.action = action
         self._gradients = gradients
         self._rings: dict[tuple[int, ...], _Ring] = {}  # by the rows that arrive together
         self._was_bad = False
@@ -119,8 +123,9 @@ class NonfiniteWatch:
         table = np.maximum.reduceat(table, np.flatnonzero(np.diff(table[:, 0], prepend=-math.inf)))
         return _Series(table[-WINDOW:])
 
-    def first_moved(self, step: int, sites: Mapping[int, Site], cause: str) -> Departure | None:
+    def first_moved(self, step: int, site_of: Callable[[int], Site], cause: str) -> Departure | None:
         """Return the row that moved first up to ``step``, in which the loss jumped; of equals, the first to run."""
+        sites = {row: site_of(row) for row in self._rows}
         series = {row: self._series(row) for row in sites}
         moved = {row: found.moved_by(step) for row, found in series.items()}
         found = [(at[0], sites[row].order, row, at[1]) for row, at in moved.items() if at is not None]
@@ -228,12 +233,3 @@ class _Series:
             return None
         start = int(inside[-1]) + 1
         return int(rows[start, 0]), next(name for name, is_so in ways.items() if is_so[start])
-
-
-@dataclass(frozen=True)
-class Nonfinite:
-    """The watch for infs and NaNs, and the reaction to one."""
-
-    watch: NonfiniteWatch
-    action: Literal["report", "raise"] | None
-    """None: record an event without a warning."""

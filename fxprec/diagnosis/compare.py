@@ -63,7 +63,7 @@ def run_of(backend: Backend, name: str) -> Run:
 def _series(controller: Controller) -> dict[int, Any]:
     if controller.nonfinite is None:
         return {}
-    watched = controller.nonfinite.watch.series()
+    watched = controller.nonfinite.series()
     sites = {row: controller.site_of(row).id for row in sorted(watched)}
     first = {site: row for row, site in reversed(sites.items())}
     return {site: {step: rest for step, *rest in watched[row]} for site, row in first.items()}

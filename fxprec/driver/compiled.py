@@ -15,7 +15,7 @@ from fxprec.passes.pass_report import PassReport
 from fxprec.plan import Plan
 from fxprec.plan.scales import ScaleGraph
 from fxprec.runtime.controller import Controller, Rules
-from fxprec.runtime.nonfinite import Nonfinite, NonfiniteWatch
+from fxprec.runtime.nonfinite import NonfiniteWatch
 from fxprec.runtime.scaling import keeper
 from fxprec.runtime.scaling.copies import CopyScales
 from fxprec.runtime.scaling.keeper import Keeper
@@ -89,8 +89,7 @@ class CompileReport:
 def controller_of(compiled: Compiled, settings: Settings, device: torch.device, queue: StatsQueue) -> Controller:
     """Return the controller of compiled code: it keeps plan and statistics during training."""
     assert compiled.plan is not None
-    action = settings.asked.on_nonfinite
-    watch = NonfiniteWatch(gradients=not isinstance(settings.grad_scaling, LossScaling))
+    action, has_true_infs = settings.asked.on_nonfinite, not isinstance(settings.grad_scaling, LossScaling)
     return Controller(
         compiled.plan,
         Rules(promote_above=settings.asked.promote_above, hi=settings.recipe.hi.name),
@@ -99,7 +98,7 @@ def controller_of(compiled: Compiled, settings: Settings, device: torch.device, 
         keeper=keeper_of(compiled, settings),
         copies=copies_of(compiled, settings),
         queue=queue,
-        nonfinite=None if action == "ignore" else Nonfinite(watch, action),
+        nonfinite=None if action == "ignore" else NonfiniteWatch(gradients=has_true_infs, action=action),
     )
 
 

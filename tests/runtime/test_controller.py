@@ -16,7 +16,7 @@ from fxprec.numerics.stats import finish
 from fxprec.plan import Group, KindCounts, Plan, Site
 from fxprec.plan.scales import Cast, ScaleGraph
 from fxprec.runtime.controller import MAX_DEPARTURES, Controller, Rules
-from fxprec.runtime.nonfinite import Nonfinite, NonfiniteWatch
+from fxprec.runtime.nonfinite import NonfiniteWatch
 from fxprec.runtime.scaling.keeper import ScaleKeeper
 from fxprec.runtime.stats import STEPS_LATE, SiteStats
 from fxprec.runtime.table import Latest
@@ -248,7 +248,7 @@ def test_events_stay_bounded_and_promotions_are_kept(monkeypatch) -> None:
 
 def test_the_latest_departures_are_kept() -> None:
     it = controller()
-    it.nonfinite = Nonfinite(NonfiniteWatch(gradients=True), None)
+    it.nonfinite = NonfiniteWatch(gradients=True)
     for _ in range(MAX_DEPARTURES + 2):
         for amax in (1.0, math.inf):
             feed(it, GRADIENT, amax=amax)
@@ -371,13 +371,13 @@ def test_statistics_are_dropped_where_rows_mean_something_else() -> None:
     same = ScaleKeeper(GradScaling(interval=INTERVAL), ScaleGraph(it.keeper.graph.variables), 0.01)
     it.adopt(it.plan, same)
     assert len(it.queue) == 1
-    it.nonfinite = Nonfinite(NonfiniteWatch(gradients=True), None)
+    it.nonfinite = NonfiniteWatch(gradients=True)
     it.act_on_all()
     push(it, FORWARD)
-    assert (list(it.latest), list(it.nonfinite.watch.series())) == ([FORWARD], [FORWARD])
+    assert (list(it.latest), list(it.nonfinite.series())) == ([FORWARD], [FORWARD])
     it.adopt(controller(sites=6).plan, ScaleKeeper(GradScaling(), ScaleGraph(it.keeper.graph.variables[:1]), 0.01))
     assert len(it.queue) == 0
-    assert (it.latest, it.nonfinite.watch.series()) == ({}, {})
+    assert (it.latest, it.nonfinite.series()) == ({}, {})
 
 
 def test_what_nonfinite_saw_of_a_row_keeps_its_order_in_other_company() -> None:
