@@ -6,6 +6,7 @@ and output positions. So ``multiply`` decides how sums are accumulated. It takes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -82,18 +83,14 @@ def _columns(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: 
     strides = [s * t for s, t in zip(steps, stride, strict=True)], [s * t for s, t in zip(steps, dilation, strict=True)]
     windows = x.as_strided((*x.shape[:2], *size, *kernel), (*x.stride()[:2], *strides[0], *strides[1]))
     by_group: Tensor = windows.unflatten(1, (groups, -1)).transpose(0, 1).movedim(2, 2 + len(kernel))
-    rows = x.shape[0] * _product(size)
-    return by_group.reshape(groups, rows, x.shape[1] // groups * _product(kernel))
+    rows = x.shape[0] * math.prod(size)
+    return by_group.reshape(groups, rows, x.shape[1] // groups * math.prod(kernel))
 
 
 def _output_size(
     size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> list[int]:
     return [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(size, kernel, stride, dilation, strict=True)]
-
-
-def _product(sizes: Sequence[int]) -> int:
-    return int(torch.Size(sizes).numel())
 
 
 def _padded(x: Tensor, pads: Sequence[tuple[int, int]]) -> Tensor:

@@ -20,28 +20,21 @@ aten = torch.ops.aten
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b``, (m, k) by (k, n), summed in float32 and rounded once."""
-    out = a.new_empty(a.shape[0], b.shape[1])
-    for rows, columns, product in _blocks(a, b):
-        out[rows, columns] = product
-        del product  # freed before the next is allocated
-    return out
+    return addmm(a.new_zeros(()), a, b, beta=0)
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """Return ``beta * bias + alpha * (a @ b)``, summed in float32 and rounded once."""
+    """Return ``beta * bias + alpha * (a @ b)``, summed in float32 and rounded once. With ``beta`` 0 no bias is read."""
     out = a.new_empty(a.shape[0], b.shape[1])
     for rows, columns, product in _blocks(a, b):
         out[rows, columns] = _scaled_sum(_part(bias, rows, columns), product, beta, alpha)
-        del product
+        del product  # freed before the next is allocated
     return out
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
     """Return the products of (batch, m, k) by (batch, k, n)."""
-    out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
-    for i in _pieces(a.shape[0], max(a[:1].numel(), b[:1].numel(), out[:1].numel())):
-        out[i] = torch.bmm(a[i].float(), b[i].float()) if i.stop - i.start > 1 else mm(a[i.start], b[i.start])[None]
-    return out
+    return baddbmm(a.new_zeros(()), a, b, beta=0)
 
 
 def baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
