@@ -200,7 +200,7 @@ OTHERS: Sequence[Case] = (
         low_ratio=0.5,
         strict=True,
     ),
-    case(ConfigError, "APS scaling='big' is unknown; use one of [", fxprec.aps.APSState, "1-5-2", scaling="big"),
+    case(ConfigError, "unknown APS scaling 'big'; allowed: ", fxprec.aps.APSState, "1-5-2", scaling="big"),
 )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
-from fxprec.errors import ConfigError, did_you_mean
+from fxprec.config.checks import above_zero, integer, one_of
+from fxprec.errors import ConfigError
 from fxprec.runtime.aps.link_plan import BITS
 from fxprec.runtime.aps.links import Links, parse_links
 
@@ -68,16 +69,16 @@ class APSOptions:
 
     def __post_init__(self) -> None:
         for field, allowed in _CHOICES.items():
-            _check_choice(field, getattr(self, field), allowed)
+            one_of(f"APS {field}", getattr(self, field), allowed)
         for field in ("high_steps", "high_epochs", "seed", "low_rank"):
-            _check_count(field, getattr(self, field), 0)
+            integer(f"APS {field}", getattr(self, field), least=0)
         if self.error_feedback and self.scaling != "aps":
             raise ConfigError(
                 f"APS error_feedback=True has no effect with scaling={self.scaling!r}, which shows what plain rounding "
                 "does; use scaling='aps', or leave error_feedback out"
             )
         if self.group_size is not None:
-            _check_count("group_size", self.group_size, 1)
+            integer("APS group_size", self.group_size, least=1)
         self._check_link()
 
     def _check_link(self) -> None:
@@ -89,12 +90,13 @@ class APSOptions:
                     "out"
                 )
             return
-        if not 0 < self.error_budget < float("inf"):
-            raise ConfigError(f"APS error_budget={self.error_budget!r} must be a positive share, such as 1/32")
-        if not self.widths or set(self.widths) - set(BITS) or 16 not in self.widths:
+        above_zero("APS error_budget", self.error_budget, "a positive share, such as 1/32")
+        if not isinstance(self.widths, tuple | list) or set(self.widths) - set(BITS) or 16 not in self.widths:
             raise ConfigError(f"APS widths={self.widths!r} must be some of {BITS}, 16 among them")
         if self.accumulate != "fp32" or self.scaling != "aps":
             raise ConfigError("APS bits='by link' adds in float32 and scales layers; leave accumulate and scaling out")
+        if not isinstance(self.link, str | None):
+            raise ConfigError(f"APS link is {self.link!r}; give it text, such as '200Mbit/s, 1ms', or None")
         self.given_links()
 
     def given_links(self, has_nodes: bool = True) -> Links | None:
@@ -113,14 +115,3 @@ class APSOptions:
         unused = () if self.bits == "by link" else _OF_LINK
         unused = unused if self.low_rank else (*unused, "low_rank")
         return ", ".join(f"{field}={value!r}" for field, value in asdict(self).items() if field not in unused)
-
-
-def _check_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        hint = did_you_mean(str(value), allowed)
-        raise ConfigError(f"APS {field}={value!r} is unknown{hint}; use one of {list(allowed)}")
-
-
-def _check_count(field: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"APS {field}={value!r} must be an integer of at least {least}")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
 
-from fxprec.errors import ConfigError, did_you_mean
+from fxprec.config.checks import above_zero, one_of
+from fxprec.errors import ConfigError
 from fxprec.numerics.formats import Format, parse
 from fxprec.runtime.optim.rounding import nearest
 from fxprec.runtime.optim.rule import (
@@ -98,24 +98,16 @@ def own_defaults(
 
 def check_group(group: dict[str, Any], position: int) -> None:
     """Check a new param group and normalise it. Raises `ConfigError` (see docs/optim.md, "What is refused")."""
-    if group["update"] not in UPDATES:
-        hint = did_you_mean(str(group["update"]), UPDATES)
-        raise ConfigError(
-            f"update={group['update']!r} of group {position} is unknown{hint}; use one of {list(UPDATES)}"
-        )
-    if group["states"] not in (None, AUTO, *STATES):
-        known = [*STATES, AUTO]
-        hint = did_you_mean(str(group["states"]), known)
-        raise ConfigError(
-            f"states={group['states']!r} of group {position} is unknown{hint}; use one of {known}, or None for "
-            "the format of the weights"
-        )
-    if group["gradients"] not in (None, "bf16"):
-        raise ConfigError(
-            f"gradients={group['gradients']!r} of group {position} is unknown; use 'bf16', or None to step "
-            "parameters in backward"
-        )
-    _check_clipping(group, position)
+    one_of(f"update of group {position}", group["update"], UPDATES)
+    if group["states"] is not None:
+        others = "or None for the format of the weights"
+        one_of(f"states of group {position}", group["states"], (*STATES, AUTO), others)
+    if group["gradients"] is not None:
+        others = "or None to step parameters in backward"
+        one_of(f"gradients of group {position}", group["gradients"], ("bf16",), others)
+    one_of(f"norm of group {position}", group["norm"], NORMS)
+    if group["max_norm"] is not None:
+        above_zero(f"max_norm of group {position}", group["max_norm"], "a number above 0, or None")
     if group["format"] is not None:
         group["format"] = parse(group["format"]).name
     if group.get("differentiable"):
@@ -145,15 +137,6 @@ def name_of(group: Mapping[str, Any], index: int) -> str:
     """Return the name of a parameter in messages."""
     names = group.get("param_names")
     return f"parameter {names[index]!r}" if names else f"parameter {index}"
-
-
-def _check_clipping(group: Mapping[str, Any], position: int) -> None:
-    most, norm = group["max_norm"], group["norm"]
-    if norm not in NORMS:
-        hint = did_you_mean(str(norm), NORMS)
-        raise ConfigError(f"norm={norm!r} of group {position} is unknown{hint}; use one of {list(NORMS)}")
-    if most is not None and not (isinstance(most, int | float) and type(most) is not bool and 0 < most < math.inf):
-        raise ConfigError(f"max_norm of group {position} is {most!r}; give it a number above 0, or None")
 
 
 def check_one_norm(groups: Sequence[Mapping[str, Any]]) -> None:

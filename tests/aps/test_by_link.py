@@ -319,10 +319,12 @@ def test_a_nan_on_one_rank_is_nan_on_all_and_delays_the_plan(results: list[dict[
     ("options", "words"),
     [
         ({"link": "1Mbit/s"}, "link= applies only with bits='by link'"),
-        ({"bits": "by size"}, "did you mean 'by link'|use one of"),
+        ({"bits": "by size"}, "did you mean 'by link'|allowed: "),
         ({"bits": "by link", "link": "fast"}, "'fast' is not understood"),
         ({"bits": "by link", "widths": (8, 4)}, "16 among them"),
         ({"bits": "by link", "error_budget": 0}, "positive share"),
+        ({"bits": "by link", "link": 200}, "link is 200; give it text"),
+        ({"bits": "by link", "widths": 16}, "widths=16 must be some of"),
         ({"bits": "by link", "accumulate": "format"}, "adds in float32"),
     ],
 )

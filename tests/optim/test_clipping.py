@@ -221,11 +221,11 @@ def test_the_norm_of_a_large_bf16_gradient_copies_a_part_at_a_time(turned: bool)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_norm": 0.0}, r"max_norm of group 0 is 0\.0; give it a number above 0"),
+        ({"max_norm": 0.0}, r"max_norm of group 0 is 0\.0, out of range; give it a number above 0"),
         ({"max_norm": math.inf}, "max_norm of group 0 is inf"),
         ({"max_norm": True}, "max_norm of group 0 is True"),
         ({"max_norm": "1"}, "max_norm of group 0 is '1'"),
-        ({"max_norm": 1.0, "norm": "lst"}, r"norm='lst' of group 0 is unknown; did you mean 'last'.*'exact', 'last'"),
+        ({"max_norm": 1.0, "norm": "lst"}, r"unknown norm of group 0 'lst'; did you mean 'last'.*'exact', 'last'"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], words: str) -> None:

@@ -27,7 +27,7 @@ def weight(*shape: int, dtype: torch.dtype = torch.float32) -> torch.nn.Paramete
         (lambda: SGD([weight(dtype=torch.int32)]), "is int32; only floating-point weights are trained"),
         (lambda: SGD([weight(dtype=torch.float64)]), "is float64; steps are computed in float32"),
         (lambda: SGD([weight(dtype=torch.float16)], format="bf16"), "fp16, which cannot hold every number of bf16"),
-        (lambda: SGD([weight()], update="kahn"), "update='kahn' of group 0 is unknown; did you mean 'kahan'"),
+        (lambda: SGD([weight()], update="kahn"), "unknown update of group 0 'kahn'; did you mean 'kahan'"),
         (lambda: SGD([weight()], format="bf61"), "unknown format 'bf61'; did you mean 'bf16'"),
         (lambda: SGD([weight()], seed=1, generator=torch.Generator()), "seed and generator are both given"),
         (lambda: SGD([weight()], seed=1.5), "seed is 1.5; give it an int"),

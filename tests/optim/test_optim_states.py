@@ -366,7 +366,7 @@ def test_no_update_explodes_next_to_a_gradient_a_million_times_larger(form: Any)
 
 
 def test_unknown_states_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"states='8bits' of group 0 is unknown; did you mean '8bit'.*or None"):
+    with pytest.raises(ConfigError, match=r"unknown states of group 0 '8bits'; did you mean '8bit'.*or None"):
         fxprec.optim.AdamW(weights(), states="8bits")  # type: ignore[arg-type]
 
 

@@ -244,7 +244,7 @@ def test_without_a_compiled_model_it_says_that_nothing_is_summed_in_bf16() -> No
 @pytest.mark.parametrize(
     ("dtype", "gradients", "words"),
     [
-        (torch.float32, "8bit", r"gradients='8bit' of group 0 is unknown; use 'bf16', or None"),
+        (torch.float32, "8bit", r"unknown gradients of group 0 '8bit'; allowed: 'bf16', or None"),
         (torch.float16, "bf16", r"parameter 0 of group 0 is float16, .* drop gradients='bf16'"),
     ],
 )
