@@ -23,8 +23,10 @@ from fxprec import arith, optim
 from fxprec.ir.symbolic import CARRIED, MEASURE, TABLE_COLUMNS
 from fxprec.numerics.formats import parse
 from fxprec.runtime.aps import codecs
+from fxprec.runtime.aps.codec_tables import TABLES
 from fxprec.runtime.aps.coder import Coder
-from fxprec.runtime.aps.exponents import exponent_codes, factor_exponents, largest_magnitudes, mask_factors
+from fxprec.runtime.aps.exponents import exponent_codes, factor_exponents, mask_factors
+from fxprec.runtime.aps.segments import largest_magnitudes
 from fxprec.runtime.aps.wire import wire_of
 from fxprec.runtime.optim import cpp, reference
 from fxprec.runtime.scaling import histogram
@@ -105,7 +107,7 @@ def rounded() -> Any:
 
 def coded_by_tables() -> Any:
     x = values().nan_to_num(0)
-    return [codecs.encode(x, codecs.codec(name)) for name in codecs.names()]
+    return [codecs.encode(x, codecs.codec(name)) for name in TABLES]
 
 
 def multiplied() -> Any:
@@ -144,13 +146,13 @@ def exchanged() -> Any:
     for kind in ("1-5-2", "e4m3fn", "dynamic-tree"):
         for random in (None, torch.Generator().manual_seed(0)):
             x = values().nan_to_num(0, 1, 1)
-            layers, bounds = [x[:400], x[400:], x[:0]], [(0, 400), (400, 600), (600, 600)]
+            bounds = [(0, 400), (400, 600), (600, 600)]
             coder = Coder(wire_of(kind), random, bounded=True)
-            codes = exponent_codes(largest_magnitudes(layers), 2)
+            codes = exponent_codes(largest_magnitudes(x, bounds), 2)
             exponents, mask = factor_exponents(codes, coder.wire.top), mask_factors(codes)
             sent = coder.scale_and_encode(x.clone(), bounds, exponents)
             made += [codes, sent, coder.decode_scaled(sent, bounds, -exponents, mask, 2)]
-            made += [coder.sum(torch.stack([sent, sent])), coder.round(x), largest_magnitudes([])]
+            made += [coder.sum(torch.stack([sent, sent])), coder.round(x), largest_magnitudes(x, [])]
     return made
 
 

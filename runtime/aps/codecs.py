@@ -7,7 +7,6 @@ below it. Ties go to the smaller magnitude.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -47,15 +46,11 @@ class Codec:
         return self.magnitudes[-1]
 
 
+@cache
 def codec(name: str) -> Codec:
     """Return the codec of that name; raises `FormatError` for an unknown name."""
     if name not in TABLES:
         raise FormatError(f"unknown 8-bit codec {name!r}{did_you_mean(name, TABLES)}; known: {', '.join(TABLES)}")
-    return _named(name)
-
-
-@cache
-def _named(name: str) -> Codec:
     values = torch.tensor(list(TABLES[name]()), dtype=torch.float64, device="cpu").to(torch.float32).sort().values
     normalisation: Normalisation = "maximum" if name in NORMALISED_BY_MAXIMUM else "decade"
     return Codec(name, tuple(values.tolist()), normalisation)
@@ -127,11 +122,6 @@ def encode(x: Tensor, c: Codec, scale: Tensor | None = None) -> tuple[Tensor, Te
     return encode_values(x.detach().to(torch.float32) / scale, c), scale
 
 
-def decode(codes: Tensor, scale: Tensor, c: Codec, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values of codes times their scale."""
-    return (decode_values(codes, c) * scale).to(dtype)
-
-
-def names() -> Sequence[str]:
-    """Return the names of all codecs."""
-    return tuple(TABLES)
+def decode(codes: Tensor, scale: Tensor, c: Codec) -> Tensor:
+    """Return the values (float32, shape of `codes`) of codes times their scale."""
+    return decode_values(codes, c) * scale

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,13 +27,6 @@ EIGHT_BITS = "int8/128:bf16"
 """Format of 8-bit gathers. It loses 3.6e-5 of normal weights' squared norm, mxfp8_e4m3 8.5e-4 in as many bytes."""
 
 
-class Cost(NamedTuple):
-    """The cost of a width, in seconds per element."""
-
-    encode: float
-    decode: float
-
-
 @dataclass
 class Gathers:
     """The FSDP2 modules of a model, and the widths to gather them in."""
@@ -44,7 +36,7 @@ class Gathers:
 
     def __post_init__(self) -> None:
         self._codings: dict[int, Coding] = {32: None, 16: torch.bfloat16, 8: BlockWire(find_blocks(EIGHT_BITS))}
-        self._costs: dict[int, Cost] = {}
+        self._costs: dict[int, tuple[float, float]] = {}
         self._own_bits = [32] * len(self.modules)
 
     def coding(self, plan: LinkPlan | None, index: int, dtype: torch.dtype) -> Coding:
@@ -85,18 +77,18 @@ class Gathers:
         return blocks * coding.code_bytes + rest * own // 8
 
     def _seconds(self, module: Shards, own: int, bits: int, link: Link) -> float:
-        cost = self._costs[bits] if bits < own else Cost(0.0, 0.0)
-        coding = sum(module.sizes) * (cost.encode + self.ranks * cost.decode)
+        encode, decode = self._costs[bits] if bits < own else (0.0, 0.0)
+        coding = sum(module.sizes) * (encode + self.ranks * decode)
         return coding + link.latency + (self.ranks - 1) * self._bytes(module, own, bits) / link.bytes_per_second
 
 
-def _cost(coding: Coding, group: dist.ProcessGroup) -> Cost:
-    """Return the seconds per element on the slowest rank."""
+def _cost(coding: Coding, group: dist.ProcessGroup) -> tuple[float, float]:
+    """Return the seconds per element to encode and to decode, on the slowest rank."""
     if coding is None:
-        return Cost(0.0, 0.0)
+        return 0.0, 0.0
     x = torch.linspace(-1, 1, ELEMENTS, dtype=torch.float32, device=communication_device(group))
-    encode, decode = _work(coding, x)
-    return Cost(*(seconds / ELEMENTS for seconds in usual([encode, decode], x.device, group)))
+    encode, decode = usual(_work(coding, x), x.device, group)
+    return encode / ELEMENTS, decode / ELEMENTS
 
 
 def _work(coding: Wire | torch.dtype, x: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
