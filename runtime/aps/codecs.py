@@ -116,9 +116,9 @@ def scale_of(x: Tensor, c: Codec) -> Tensor:
     return torch.where(amax.isfinite(), torch.where(amax > 0, scale, 1.0), torch.nan)
 
 
-def encode(x: Tensor, c: Codec, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return (codes, scale): the codes of x / scale, the scale taken from `scale_of` unless given."""
-    scale = scale_of(x, c) if scale is None else scale
+def encode(x: Tensor, c: Codec) -> tuple[Tensor, Tensor]:
+    """Return (codes, scale): the codes of x / scale, with the scale of `scale_of`."""
+    scale = scale_of(x, c)
     return encode_values(x.detach().to(torch.float32) / scale, c), scale
 
 

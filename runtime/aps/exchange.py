@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from fxprec.runtime.aps.coder import Coder
@@ -106,15 +107,9 @@ def accumulate(rows: list[Tensor], coder: Coder, kahan: bool) -> Tensor:
     return total
 
 
-def _pad(codes: Tensor, size: int) -> Tensor:
-    if codes.numel() == size:
-        return codes
-    return torch.cat([codes, codes.new_zeros(size - codes.numel())])
-
-
 def to_owners(codes: Tensor, size: int, num_ranks: int, group: dist.ProcessGroup) -> Tensor:
     """Send chunks, `size` bytes in all, to their owners; return this rank's chunk from every rank (num_ranks, n)."""
-    sent = _pad(codes, size)
+    sent = F.pad(codes, (0, size - codes.numel())) if codes.numel() < size else codes
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return received.view(num_ranks, -1)
