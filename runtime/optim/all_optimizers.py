@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxprec.errors import ConfigError, GradientError
 from fxprec.runtime.optim.rule import States
-from fxprec.runtime.optim.stepper import NOT_HELD, Stepper
+from fxprec.runtime.optim.stepper import Stepper
 
 
 class AllOptimizers:
@@ -62,4 +62,4 @@ class AllOptimizers:
         for optimizer in self:
             if optimizer.position_of(param) is not None:
                 return optimizer
-        raise ConfigError(NOT_HELD)
+        raise ConfigError("the optimizer no longer holds a parameter that backward steps; compile the model again")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 
-from fxprec.errors import ConfigError, FxprecWarning
+from fxprec.errors import FxprecWarning
 from fxprec.runtime import on_device
 from fxprec.runtime.optim import guards, running, scalars, sums
 from fxprec.runtime.optim.applied import is_held
@@ -24,8 +24,6 @@ from fxprec.runtime.optim.local import local, place_of
 from fxprec.runtime.optim.options import check_group, check_one_norm, name_of, rule_of
 from fxprec.runtime.optim.rule import AUTO, LAST, Algorithm, Rule, States
 from fxprec.runtime.optim.sums import SummedGradient, stored
-
-NOT_HELD = "the optimizer no longer holds a parameter that backward steps; compile the model again"
 
 
 @dataclass(frozen=True)
@@ -123,13 +121,9 @@ class Stepper(Optimizer):
 
     @torch.no_grad()
     def step_one(self, param: Tensor, gradient: Tensor) -> None:
-        """Step one parameter by a gradient that is not at its ``grad``, as `step` would.
-
-        Raises `ConfigError` for a parameter that no group holds.
-        """
+        """Step one parameter of this optimizer by a gradient that is not at its ``grad``, as `step` would."""
         at = self.position_of(param)
-        if at is None:
-            raise ConfigError(NOT_HELD)
+        assert at is not None, "its holder steps it"
         group = self.param_groups[at.group]
         rule = rule_of(group, self._algorithm, param.dtype)
         if rule.update == "nearest" and rule.algorithm != "sgd" and not group.get("capturable"):
