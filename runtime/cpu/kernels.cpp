@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kParallelFrom = 32768;
 
-// Mirrors runtime/cpu/params.py: Params.
+// Mirrors runtime/cpu/ops.py: Params.
 struct Params {
   Format format;
   int32_t infinity;     // float32 bits that infinity becomes among the values

@@ -7,32 +7,65 @@ disk cache). Strides are kept, so channels-last tensors stay channels-last.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
 from fxprec.ir.symbolic import AS_STORED, CARRIED, TABLE_COLUMNS, stored_dtype
 from fxprec.kernels.casts import Load, Round, RoundOver, Store, StoreOver
-from fxprec.numerics import cpp, native
+from fxprec.numerics import native
+from fxprec.numerics.cpp import CFormat, c_format, c_format_of, with_codec
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.memory import empty_like
+from fxprec.numerics.rows import INFINITY, row_of
 from fxprec.numerics.stats import WIDTH
 from fxprec.runtime.cpu.measure import wanted_moments, with_moments
-from fxprec.runtime.cpu.params import Params, params_of, params_of_row
 
 
-_WIDTHS = (8, 16, 32)  # bits of a code
+class Params(ctypes.Structure):
+    """The parameters of one cast; mirrors ``struct Params`` of kernels.cpp."""
+
+    _fields_ = (
+        ("format", CFormat),
+        ("infinity", ctypes.c_int32),
+        ("carried", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("unscale", ctypes.c_float),
+    )
+
+
+@lru_cache(maxsize=4096)
+def params_of_row(entries: tuple[int, ...], *, carried: int = 0, keep: bool = False) -> Params:
+    """Return the parameters of ``fxprec_round`` from the first columns of a row of the scale table (`FormatRow`).
+
+    ``carried`` is the scale exponent of the incoming tensor. ``keep`` keeps infinities among the values, whatever the
+    format makes of them.
+    """
+    row = row_of(entries)
+    return _params(c_format_of(row), row.scale_exponent, 0, carried, keep)
+
+
+@lru_cache(maxsize=4096)
+def params_of(fmt: Format, scale_exp: int = 0, unscale_exp: int = 0, *, carried: int = 0, keep: bool = False) -> Params:
+    """Return the packing kernels' parameters for ``fmt``; see `params_of_row`. Loads take ``unscale_exp`` off."""
+    return _params(c_format(fmt), scale_exp, unscale_exp, carried, keep)
+
+
+def _params(fmt: CFormat, scale_exp: int, unscale_exp: int, carried: int, keep: bool) -> Params:
+    infinity = INFINITY if keep else fmt.overflow
+    scales = {"scale": 2.0**scale_exp, "unscale": 2.0**-unscale_exp}
+    return Params(format=fmt, infinity=infinity, carried=carried, **scales)
 
 
 @cache
 def _library() -> ctypes.CDLL:
     memory, end = ctypes.c_void_p, (ctypes.c_int64, ctypes.POINTER(Params))
     signatures: dict[str, tuple[Any, ...]] = {"fxprec_round": (None, memory, memory, memory, *end)}
-    for bits in _WIDTHS:
+    for bits in (8, 16, 32):  # of a code
         signatures[f"fxprec_store{bits}"] = (None, memory, memory, memory, memory, *end)
         signatures[f"fxprec_load{bits}"] = (None, memory, memory, *end)
-    return native.load(cpp.with_codec(native.text_beside(__file__, "kernels.cpp")), signatures)
+    return native.load(with_codec(native.text_beside(__file__, "kernels.cpp")), signatures)
 
 
 def _kernel(name: str, fmt: Format) -> Any:

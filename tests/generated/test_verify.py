@@ -27,7 +27,7 @@ from fxprec.passes.lowering.lower import lower
 from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.runtime.cpu import ops
-from fxprec.runtime.cpu.params import params_of
+from fxprec.runtime.cpu.ops import params_of
 
 
 def graph_and_inputs():
