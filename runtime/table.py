@@ -7,7 +7,7 @@ backward of a step always reads the table of its forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -48,7 +48,7 @@ class ScaleTable:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._formats = Latest(_without_scales)
+        self._formats = Latest(format_rows)
         self._table = Latest(self.made)
 
     def of(self, state: TableState) -> torch.Tensor:
@@ -63,10 +63,6 @@ class ScaleTable:
         if scales is not None:
             table = with_scales(formats, scales, state.exps, state.copies, measure=state.measures)
         return table.to(self._device, non_blocking=True)
-
-
-def _without_scales(formats: Formats) -> torch.Tensor:
-    return format_rows(formats.sites, formats.num_rows, formats.scales, dict(formats.held))
 
 
 _K = TypeVar("_K")
@@ -87,16 +83,11 @@ class Latest(Generic[_K, _V]):
         return last[1]
 
 
-def format_rows(
-    sites: Sequence[Site], rows: int, scales: ScaleGraph | None = None, held: Mapping[int, str] | None = None
-) -> torch.Tensor:
-    """Return the (rows, TABLE_COLUMNS) int32 table without scales. Unused rows are zero.
-
-    ``held`` has the formats in force instead of the plan's, by site.
-    """
-    table = [[0] * TABLE_COLUMNS for _ in range(rows)]
-    held = held or {}
-    used = [(site.id, held.get(site.id, site.format)) for site in sites]
+def format_rows(formats: Formats) -> torch.Tensor:
+    """Return the (rows, TABLE_COLUMNS) int32 table without scales. Unused rows are zero."""
+    table = [[0] * TABLE_COLUMNS for _ in range(formats.num_rows)]
+    held, scales = dict(formats.held), formats.scales
+    used = [(site.id, held.get(site.id, site.format)) for site in formats.sites]
     casts = (v for v in (() if scales is None else scales.variables) if isinstance(v, Cast))
     used += [(v.row, held.get(v.site, v.format)) for v in casts]
     for row, fmt in used:

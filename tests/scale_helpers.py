@@ -17,7 +17,7 @@ from fxprec.config import Settings
 from fxprec.config.recipes import Recipe
 from fxprec.passes import carry_scales, pipeline, sites
 from fxprec.plan.scales import ScaleGraph
-from fxprec.runtime.table import format_rows, with_scales
+from fxprec.runtime.table import Formats, format_rows, with_scales
 
 IDENTITY = Recipe(name="identity", hi="fp32", lo_forward="fp32", lo_backward="fp32")
 """Rounding to float32 is the identity: whatever changes is the scales' doing."""
@@ -55,7 +55,7 @@ class Joint:
         return [pick.randint(-largest, largest) for _ in self.scales.variables]
 
     def table(self, exps: list[int]) -> torch.Tensor:
-        base = format_rows(self.plan.sites, self.scales.num_rows(len(self.plan.sites)), self.scales)
+        base = format_rows(Formats(self.plan.sites, self.scales, self.scales.num_rows(len(self.plan.sites))))
         return with_scales(base, self.scales, exps, measure=False)
 
 

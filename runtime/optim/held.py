@@ -83,8 +83,9 @@ def plain(name: str, param: Tensor, state: Mapping[str, Any]) -> Tensor:
         return held
     here, codes, order = local(param), local(held), state.get(order_name(name))
     form = "8bit" if order is None else "4bit"
-    numbers = torch.empty_like(codes if order is None else here, dtype=torch.bfloat16)
-    if order is not None:
+    if order is None:
+        numbers = torch.empty_like(codes, dtype=torch.bfloat16)
+    else:
         numbers = torch.empty(here.shape, dtype=torch.bfloat16, device=here.device)
         numbers = numbers.as_strided(here.shape, order) if order else numbers
     _flat(numbers).copy_(states.decode(states.codes_of(form, name), _flat(codes), scales, here.numel()))
