@@ -12,7 +12,7 @@ from torch import nn
 from fxprec.errors import FxprecError, FxprecWarning
 from fxprec.integrations.backends import backends_in, checked, compile_part
 from fxprec.integrations.rank_states import RankStates
-from fxprec.integrations.statistics import log_statistics, summary
+from fxprec.integrations.statistics import check_target, log_statistics, summary
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -39,6 +39,7 @@ class FxprecCallback(TrainerCallback, ExportableState):  # type: ignore[misc, un
     def __init__(
         self, options: Mapping[str, Any] | None = None, *, layer: str | None = None, log_to: object = None
     ) -> None:
+        check_target(log_to)
         self.options, self.layer, self.log_to = checked(options), layer, log_to
         self._model: nn.Module | None = None
 

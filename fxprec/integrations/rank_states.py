@@ -108,7 +108,7 @@ def _unpacked(state: object) -> list[dict[str, Any]]:
         if not states or not all(isinstance(s, dict) for s in states):
             raise TypeError
         return states
-    except (KeyError, TypeError, ValueError, IndexError):
+    except (KeyError, TypeError, ValueError, IndexError, RecursionError):
         raise PlanError(
             f"this is not a state of fxprec.integrations.RankStates version {VERSION}, or a damaged one; pass what its "
             "state_dict() returned"

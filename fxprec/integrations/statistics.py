@@ -11,7 +11,7 @@ from typing import Any
 
 from fxprec.driver.backend import Backend
 from fxprec.errors import ConfigError, writing
-from fxprec.integrations.alerts import Alert, alerts_of, note_alerts
+from fxprec.integrations.alerts import NUMBERS, Alert, alerts_of, note_alerts
 from fxprec.integrations.backends import backends_in
 from fxprec.plan.plan import saved_low_share
 
@@ -20,7 +20,6 @@ COLUMNS = (
     "underflow_ratio", "scale_exponent",
 )  # fmt: skip
 _TAKES = ("add_scalar", "log_metrics", "log")  # of TensorBoard, Lightning, W&B
-_SERIES = ("amax", "overflow_ratio", "underflow_ratio", "scale_exponent")
 
 
 def summary(model: object) -> dict[str, float]:
@@ -101,7 +100,7 @@ def _by_tensor(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     values: dict[str, float] = {}
     for row in rows:
         name = "/".join(filter(None, (row["model"], f"graph{row['graph']}", row["tensor"], row["kind"])))
-        known = {key: row[key] for key in _SERIES if row[key] is not None and math.isfinite(row[key])}
+        known = {key: row[key] for key in NUMBERS if row[key] is not None and math.isfinite(row[key])}
         values |= {f"fxprec/{key}/{name}": value for key, value in known.items()}
     return values
 

@@ -190,7 +190,7 @@ def test_a_jump_of_the_logged_loss_is_told():
     assert [event.step for event in events if event.kind == "loss-jump"] == [13]
 
 
-def test_options_that_are_not_used_are_told() -> None:
+def test_options_that_are_wrong_or_not_used_are_told() -> None:
     model = torch.nn.Linear(4, 4)
     model.compile(backend="fxprec", options={"recipe": "bf16"})
     callback = FxprecCallback({"recipe": "fp8"})
@@ -198,3 +198,5 @@ def test_options_that_are_not_used_are_told() -> None:
         callback.on_init_end(None, None, None, model=model)
     with pytest.raises(fxprec.ConfigError, match=r"options is 'fp8'; give a dict of fxprec.Config's fields"):
         FxprecCallback("fp8")
+    with pytest.raises(fxprec.ConfigError, match=r"to=int takes no statistics; give TensorBoard's SummaryWriter"):
+        FxprecCallback(log_to=5)

@@ -73,7 +73,8 @@ def test_a_model_compiled_in_other_places_is_refused(trained: nn.Module) -> None
 @pytest.mark.parametrize(
     "state",
     [{}, None, {"version": 2, "ranks": "{}"}, {"version": 1, "ranks": "{"}, {"version": 1, "ranks": "[1]"},
-     {"version": 1, "ranks": '{"states": [], "state_of_rank": [0]}'}, fxprec.Backend().state_dict()],
+     {"version": 1, "ranks": '{"states": [], "state_of_rank": [0]}'}, fxprec.Backend().state_dict(),
+     {"version": 1, "ranks": "[" * 100_000}],
 )  # fmt: skip
 def test_a_damaged_state_is_refused_in_one_line(state: Any, trained: nn.Module) -> None:
     with pytest.raises(fxprec.PlanError, match=r"not a state of fxprec\.integrations\.RankStates .* pass what its"):
