@@ -35,12 +35,8 @@ class CastStatistics:
     """Largest magnitude since the last refresh."""
     histograms: Mapping[int, Histogram]
     """Empty unless scales are estimated by histogram."""
-    fresh: frozenset[int] | None = None
-    """Casts measured since the last refresh, by row; None: all casts with statistics."""
-
-    def is_fresh(self, cast: Cast) -> bool:
-        """Return whether a cast was measured since the last refresh."""
-        return cast.row in (self.stats if self.fresh is None else self.fresh)
+    fresh: frozenset[int]
+    """Casts measured since the last refresh, by row."""
 
     def unclipped(self, hidden: Mapping[int, int]) -> CastStatistics:
         """Return the statistics without saturation; ``hidden``: binades by row, from `hidden_by_clipping`."""
@@ -105,17 +101,16 @@ def solve(
     measured: CastStatistics,
     underflow: float,
     margins: Mapping[int, int],
-    before: Sequence[int] | None = None,
+    before: Sequence[int],
 ) -> Solution:
     """Return the exponent of each variable.
 
     ``underflow`` is the share of non-zero elements that may round to zero. ``margins``, by row, are added to exponents
     for which the model has underestimated underflow. The exponent of a cast without a new measurement moves by as much
-    as the incoming scale has moved since ``before`` (all 0 if left out).
+    as the incoming scale has moved since ``before``.
     """
     exps: list[int] = []
     refused: dict[int, int] = {}
-    before = before or [0] * len(graph.variables)
     for i, variable in enumerate(graph.variables):
         if isinstance(variable, Cast):
             found = _cast_exp(variable, measured, underflow, margins.get(variable.row, 0))
@@ -189,7 +184,7 @@ def _raised(stats: SiteStats, binades: int) -> SiteStats:
 
 
 def _cast_exp(cast: Cast, measured: CastStatistics, underflow: float, margin: int) -> int | None:
-    if not measured.is_fresh(cast) or (cap := measured.cap(cast)) is None:
+    if cast.row not in measured.fresh or (cap := measured.cap(cast)) is None:
         return None
     found = measured.distribution(cast)
     return cap if found is None else min(found.smallest_scale_exp(underflow) + FOOTROOM_EXP + margin, cap)

@@ -142,7 +142,8 @@ def stats(row: int, rms: float, amax: float) -> SiteStats:
 
 def solved(graph: ScaleGraph, *rows: SiteStats) -> list[int]:
     by_row = {s.site: s for s in rows}
-    return solve(graph, CastStatistics(by_row, {r: s.amax for r, s in by_row.items()}, {}), 1e-3, {}).exps
+    measured = CastStatistics(by_row, {r: s.amax for r, s in by_row.items()}, {}, frozenset(by_row))
+    return solve(graph, measured, 1e-3, {}, [0] * len(graph.variables)).exps
 
 
 def test_a_graph_is_solved_in_one_walk() -> None:

@@ -58,8 +58,8 @@ def test_a_maximum_that_says_nothing_gives_no_scale(amax: float) -> None:
 def solved(graph: ScaleGraph, before: list[int] | None = None, **amaxes: float) -> Solution:
     """Solve for casts ``r0``, ``r1``, ... of one-valued gradients."""
     by_row = {int(row[1:]): SiteStats(int(row[1:]), 0.0, 0.0, amax, amax, 1.0) for row, amax in amaxes.items()}
-    measured = CastStatistics(by_row, {row: stats.amax for row, stats in by_row.items()}, {})
-    return solve(graph, measured, 1e-3, {}, before)
+    measured = CastStatistics(by_row, {row: stats.amax for row, stats in by_row.items()}, {}, frozenset(by_row))
+    return solve(graph, measured, 1e-3, {}, before or [0] * len(graph.variables))
 
 
 def test_factors_inverses_and_quotients_are_normal_in_float32() -> None:
@@ -101,6 +101,6 @@ def test_what_a_saturated_gradient_hides_is_added_to_what_is_computed_from_it() 
     graph = ScaleGraph((Cast(0, 0, "1-5-2", None), Cast(1, 1, "1-5-2", 0), Join((0, 1)), Cast(2, 2, "1-5-2", 2)))
     assert hidden_by_clipping(graph, {0: 20, 1: 3}) == ([20, 23, 23, 23], {0: 0, 1: 20, 2: 23})
     stats = SiteStats(1, 0.0, 0.0, 4.0, 1.0, 1.0, 0.5, 1.0)
-    raised = CastStatistics({1: stats}, {1: 8.0}, {}).unclipped({1: 20})
+    raised = CastStatistics({1: stats}, {1: 8.0}, {}, frozenset({1})).unclipped({1: 20})
     assert raised.amax == {1: 8.0 * 2**20}
     assert raised.stats[1].rms == 2.0**20
