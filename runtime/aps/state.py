@@ -215,7 +215,8 @@ class APSState:
             self.by_link.resume(saved.get("link_plan"))
             for key, kept in self._kept_by_name():
                 for name, value in saved.get(key, {}).items():
-                    kept[self.by_link.parameter_of(name)] = value.clone()
+                    parameter = self.by_link.parameter_of(name)
+                    kept[parameter] = value.to(parameter.device, copy=True)
 
     def _kept_by_name(self) -> Iterable[tuple[str, WeakTensorKeyDictionary]]:
         return ("residuals", self.memory.residuals), ("factors", self.memory.factors)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +19,8 @@ from benchmarks.papers.one_bit import OneBitState
 from fxprec.aps import APSState, aps_hook
 from fxprec.errors import ConfigError
 from fxprec.runtime.aps.bucket import Exchange
+from fxprec.runtime.aps.low_rank import Memory
+from fxprec.runtime.aps.options import APSOptions
 
 WORLD = 2
 LAST = slice(-SIZES[-1], None)
@@ -219,3 +223,12 @@ def test_exponents_travel_beside_the_payload_of_the_bucket_before(results: list[
 def test_without_a_process_group_the_error_says_what_to_call(state: type) -> None:
     with pytest.raises(ConfigError, match=f"{state.__name__} needs .* call init_process_group before it"):
         state()
+
+
+def test_what_a_rank_owes_is_loaded_to_its_parameters_device() -> None:
+    """A checkpoint is read to the CPU, the parameters are on a GPU, for which "meta" stands here."""
+    parameter, state = torch.empty(4, device="meta"), APSState.__new__(APSState)
+    state.by_link = SimpleNamespace(resume=lambda plan: None, parameter_of=lambda name: parameter)  # type: ignore[assignment]
+    state.options, state.memory, state.calls = APSOptions(), Memory(0), Counter()
+    state.load_state_dict({"options": state.options.text(), "step": 3, "epoch": 0, "residuals": {"w": torch.ones(4)}})
+    assert state.residuals[parameter].device == parameter.device
