@@ -16,7 +16,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxprec.runtime import on_device
 from fxprec.runtime.aps.exchange import all_gather, to_owners
-from fxprec.runtime.aps.flat import write_back
 from fxprec.runtime.aps.groups import agree, parent_of
 from fxprec.runtime.aps.hook import NO_CAPTURE, done
 from fxprec.runtime.aps.layout import Layout, layout
@@ -194,5 +193,6 @@ def one_bit_hook(
             views = bucket.gradients()
             layers = [view.reshape(-1).to(torch.float32) for view in views]
             mean = state.mean(layers, bucket.parameters())
-            write_back(mean.split([view.numel() for view in views]), views)
+            for view, layer in zip(views, mean.split([view.numel() for view in views]), strict=True):
+                view.copy_(layer.view_as(view))
     return done(bucket.buffer())

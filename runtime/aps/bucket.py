@@ -20,8 +20,7 @@ from fxprec.runtime.aps.exchange import (
     to_owners,
 )
 from fxprec.runtime.aps.exponents import exponent_codes, factor_exponents, mask_factors
-from fxprec.runtime.aps.flat import Flat
-from fxprec.runtime.aps.layout import sizes_of
+from fxprec.runtime.aps.layout import Flat, sizes_of
 from fxprec.runtime.aps.nodes import Inside
 from fxprec.runtime.aps.rotation import growth, rotate, rotate_back
 from fxprec.runtime.aps.segments import indices_of, largest_magnitudes, scale_by_powers
