@@ -120,8 +120,6 @@ def table_of(bounds: tuple[tuple[int, int], ...], device: torch.device) -> tuple
     return on_device.uploaded_for_good(table, device), first
 
 
-
-
 def compile_to_ptx(arch: int) -> tuple[str, str]:
     """Return PTX of both kernels for an NVIDIA architecture (80, 89, 90, 100), without a GPU."""
     shared: dict[str, Any] = {"STEPS": 9, "BLOCK": BLOCK}
