@@ -15,6 +15,7 @@ from fxprec.errors import ConfigError, FxprecWarning
 
 # The attribute names that torch's wrappers add to a module's name: torch.compile, DDP, checkpoint_wrapper, FSDP1.
 _WRAPPERS = frozenset({"_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_NOT_IN_CONFIG = ("optimizer", "step_budget")  # options of a backend that are not in its config
 
 
 def backends_in(model: object) -> dict[str, Backend]:
@@ -72,10 +73,12 @@ def compile_in_place(module: nn.Module, options: Mapping[str, Any] | None = None
     backend = find_backend(module)
     if backend is None:
         module.compile(backend="fxprec", options=dict(options or {}))
-    elif options and backend.config != Config(**options):
+        return
+    asked = {name: value for name, value in (options or {}).items() if name not in _NOT_IN_CONFIG}
+    if asked and backend.config != Config.from_options(asked):
         warnings.warn(
-            f"this {type(module).__name__} is compiled already, with {backend.config.recipe!r}, and {dict(options)} is "
-            "not used; compile it once, with the options you want",
+            f"this {type(module).__name__} is compiled already, with {backend.config.recipe!r}, and {asked} is not "
+            "used; compile it once, with the options you want",
             FxprecWarning,
             stacklevel=3,
         )

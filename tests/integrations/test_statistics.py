@@ -141,6 +141,8 @@ def test_layers_are_compiled_by_class_or_name_and_a_wrong_name_lists_the_right_o
     assert compile_layers(model, Loud, OPTIONS) == 2, "again: they keep the backends they have"
     assert list(before) == ["0", "1"]
     assert backends_in(model) == before
+    optimizer = fxprec.optim.SGD(model.parameters())
+    assert compile_layers(model, Loud, {**OPTIONS, "optimizer": optimizer}) == 2, "an option beside the config's"
     with pytest.raises(fxprec.ConfigError, match="no module of class 'Block' to compile; this model has Linear, Loud"):
         compile_layers(model, "Block")
 
