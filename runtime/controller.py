@@ -304,9 +304,7 @@ class Controller:
         """
         if not (self._rows_alike(plan) and casts_alike(self.keeper, keeper)):
             self.queue.forget()
-            self.latest.clear()
-            if self.nonfinite is not None:
-                self.nonfinite.forget()
+            self._forget_statistics()
         self.capacity = self.capacity if capacity is None else capacity
         if self.keeper is not None and keeper is not None and casts_alike(self.keeper, keeper):
             self.keeper.graph = keeper.graph  # stored operands may differ, and with them the slots
@@ -316,6 +314,11 @@ class Controller:
             copies.take_from(self.copies)
         self.copies = copies
         self.plan = plan
+
+    def _forget_statistics(self) -> None:
+        self.latest.clear()
+        if self.nonfinite is not None:
+            self.nonfinite.forget()
 
     def _rows_alike(self, plan: Plan) -> bool:
         ours, theirs = ([(s.tensor, s.kind, s.module) for s in p.sites] for p in (self.plan, plan))
@@ -370,6 +373,7 @@ class Controller:
         """Load a saved state. Raises `PlanError` for another model's state."""
         plan = self.refuse_another(state)
         self.queue.load(state.get("pending", ()))
+        self._forget_statistics()
         self._refused = frozenset(state.get("refused", ()))
         scales = state["scales"]
         self.plan = plan

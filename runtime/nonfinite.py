@@ -97,8 +97,9 @@ class NonfiniteWatch:
         return self._first(step, (s.site for s in arrived), sites) if is_new else None
 
     def forget(self) -> None:
-        """Drop all statistics, because row numbers mean other tensors from now on."""
+        """Drop all statistics: rows mean other tensors from now on, or steps are those of another training."""
         self._rings.clear()
+        self._was_bad = False
 
     def series(self) -> dict[int, tuple[tuple[int, float, float, float], ...]]:
         """Return (step, amax, overflow ratio, underflow ratio) of up to 200 recent steps by row, oldest first."""

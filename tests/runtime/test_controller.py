@@ -272,6 +272,16 @@ def test_a_state_round_trip_decides_the_same() -> None:
     assert second.step == first.step
 
 
+def test_a_loaded_state_knows_nothing_of_the_steps_after_it() -> None:
+    it = controller()
+    it.nonfinite, saved = NonfiniteWatch(gradients=True), it.state_dict()
+    for _ in range(2):
+        it.load_state_dict(saved)  # from before an inf: the same step numbers come again
+        assert (it.latest, it.nonfinite.series()) == ({}, {})
+        feed(it, GRADIENT, amax=math.inf)
+    assert [departure.step for departure in it.departures] == [0, 0]
+
+
 @pytest.mark.parametrize("amax", [1.0, math.inf])
 def test_a_promotion_that_did_not_compile_is_never_tried_again(amax: float) -> None:
     first, second = controller(), controller()
@@ -376,8 +386,7 @@ def test_statistics_are_dropped_where_rows_mean_something_else() -> None:
     push(it, FORWARD)
     assert (list(it.latest), list(it.nonfinite.series())) == ([FORWARD], [FORWARD])
     it.adopt(controller(sites=6).plan, ScaleKeeper(GradScaling(), ScaleGraph(it.keeper.graph.variables[:1]), 0.01))
-    assert len(it.queue) == 0
-    assert (it.latest, it.nonfinite.series()) == ({}, {})
+    assert (len(it.queue), it.latest, it.nonfinite.series()) == (0, {}, {})
 
 
 def test_what_nonfinite_saw_of_a_row_keeps_its_order_in_other_company() -> None:
