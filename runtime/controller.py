@@ -374,12 +374,12 @@ class Controller:
         plan = self.refuse_another(state)
         self.queue.load(state.get("pending", ()))
         self._forget_statistics()
+        self._error = self._told_of = None
         self._refused = frozenset(state.get("refused", ()))
-        scales = state["scales"]
         self.plan = plan
         self.step = state["step"]
         if self.keeper is not None:
-            self.keeper.load_state_dict(scales)
+            self.keeper.load_state_dict(state["scales"])
         if self.copies is not None:
             self.copies.load_state_dict(state.get("copies", {}))
 
