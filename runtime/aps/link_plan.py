@@ -12,7 +12,7 @@ from typing import Any
 
 from fxprec.errors import FxprecError, PlanError, did_you_mean
 from fxprec.plan import files
-from fxprec.plan.reading import Entry, Reader, each, fields_of, finite, flag, integer, text, word
+from fxprec.plan.reading import Entry, Reader, count, each, fields_of, finite, flag, integer, text, word
 from fxprec.runtime.aps.links import Links
 from fxprec.runtime.aps.predict import Link
 
@@ -164,11 +164,10 @@ def _least_zero(entry: Entry) -> float:
     return value
 
 
-_COUNT = integer(0, 2**63 - 1, "2**63 - 1")
 _LAYER: dict[str, Reader] = {
     "name": text,
     "bucket": integer(0, 10**6, "10**6"),
-    "elements": _COUNT,
+    "elements": count,
     "bits": _bits,
     "exposed": _least_zero,
     "error": _least_zero,
@@ -176,7 +175,7 @@ _LAYER: dict[str, Reader] = {
     "low_rank": integer(0, 2**31, "2**31"),
 }
 _INSIDE: dict[str, Reader] = {"bytes_per_second": _positive, "latency": _least_zero}
-_GATHERED: dict[str, Reader] = {"name": text, "elements": _COUNT, "bits": _bits}
+_GATHERED: dict[str, Reader] = {"name": text, "elements": count, "bits": _bits}
 _PLAN: dict[str, Reader] = {
     "kind": word(KIND),
     "schema": integer(SCHEMA, SCHEMA, str(SCHEMA)),
@@ -187,14 +186,14 @@ _PLAN: dict[str, Reader] = {
     "error": _least_zero,
     "ready": each(_least_zero),
     "end": _least_zero,
-    "bytes_sent": _COUNT,
+    "bytes_sent": count,
     "layers": each(lambda entry: LayerBits(**fields_of(_LAYER)(entry))),
     "gathered": each(lambda entry: GatheredBits(**fields_of(_GATHERED)(entry))),
-    "bytes_gathered": _COUNT,
+    "bytes_gathered": count,
     "node": integer(1, 2**31, "2**31"),
     "inside": lambda entry: None if entry.value is None else Link(**fields_of(_INSIDE)(entry)),
-    "bytes_between": _COUNT,
-    "bytes_kept": _COUNT,
+    "bytes_between": count,
+    "bytes_kept": count,
 }
 
 
@@ -203,7 +202,7 @@ def read(entry: Entry) -> LinkPlan:
     found = fields_of(_PLAN)(entry)
     plan = LinkPlan(**{k: v for k, v in found.items() if k not in ("kind", "schema")})
     for key, names in (("layers", [r.name for r in plan.layers]), ("gathered", [r.name for r in plan.gathered])):
-        twice = [name for name, count in Counter(names).items() if count > 1]
+        twice = [name for name, times in Counter(names).items() if times > 1]
         if twice:
             raise entry.get(key).fail(f"name {twice[0]!r:.60} twice", "give each layer one line")
     if any(layer.bucket >= len(plan.ready) for layer in plan.layers):
@@ -252,7 +251,7 @@ def shares(plan: LinkPlan) -> str:
     for row in sorted(plan.layers, key=lambda row: (row.low_rank, -row.bits, row.by_nodes)):
         counts[row.way] += row.elements
     total = max(counts.total(), 1)
-    return ", ".join(f"{count / total:.0%} in {way}" for way, count in counts.items() if count) or "no layers"
+    return ", ".join(f"{sent / total:.0%} in {way}" for way, sent in counts.items() if sent) or "no layers"
 
 
 def _where(plan: LinkPlan) -> str:
