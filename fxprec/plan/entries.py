@@ -78,8 +78,11 @@ def _rows(read: Reader, entry: Entry) -> tuple[Any, ...]:
     return tuple(rows)
 
 
-def _record(cls: type, entry: Entry) -> Any:
-    """Read a dataclass. A field with a default may be absent; an unknown key is an error."""
+def record(cls: type, entry: Entry) -> Any:
+    """Read a dataclass. A field with a default may be absent; an annotation may have a reader of its own.
+
+    Raises `PlanError` for a wrong value and for an unknown key.
+    """
     return cls(**_fields(cls)(entry))
 
 
@@ -118,6 +121,9 @@ def _reader(hint: Any) -> Reader:
     """Return a reader of values of a field's type."""
     if hint in _READERS:
         return _READERS[hint]
+    own: Reader | None = next(filter(callable, getattr(hint, "__metadata__", ())), None)
+    if own is not None:
+        return own
     parts = get_args(hint)
     if get_origin(hint) is Literal:
         return word(*filter(None, parts))  # files omit a field whose value is ""
@@ -126,7 +132,7 @@ def _reader(hint: Any) -> Reader:
         return partial(_rows, read) if "id" in getattr(parts[0], "__dataclass_fields__", ()) else each(read)
     if NoneType in parts:
         return or_one_of([None], _reader(next(part for part in parts if part is not NoneType)))
-    return partial(_record, hint)
+    return partial(record, hint)
 
 
 _REQUIRED = ("recipe", "policy", "requested_low_ratio", "achieved_low_ratio", "gemms", "groups", "sites")
@@ -136,7 +142,7 @@ def read_plan(entry: Entry, kind: type[Plan]) -> Plan:
     """Return the plan of a parsed file as a ``kind``. Raises `PlanError` naming the entry."""
     for key in _REQUIRED:
         entry.get(key)
-    plan: Plan = _record(kind, entry)
+    plan: Plan = record(kind, entry)
     _check_groups(plan)
     _check_references(plan)
     _check_directions(plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 from fxprec.errors import PlanError, did_you_mean
 
@@ -97,6 +97,24 @@ def finite(entry: Entry) -> float:
     if type(entry.value) not in (int, float) or not abs(entry.value) <= sys.float_info.max:
         raise entry.wrong("a finite number")
     return float(entry.value)
+
+
+def positive(entry: Entry) -> float:
+    """Read a finite number above 0. Raises `PlanError`."""
+    if (found := finite(entry)) <= 0:
+        raise entry.wrong("a positive number")
+    return found
+
+
+def not_negative(entry: Entry) -> float:
+    """Read a finite number of at least 0. Raises `PlanError`."""
+    if (found := finite(entry)) < 0:
+        raise entry.wrong("a number of at least 0")
+    return found
+
+
+Positive: TypeAlias = Annotated[float, positive]
+NotNegative: TypeAlias = Annotated[float, not_negative]
 
 
 def number(entry: Entry) -> float:

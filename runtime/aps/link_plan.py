@@ -7,17 +7,30 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, TypeAlias
 
 from fxprec.errors import FxprecError, PlanError, did_you_mean
 from fxprec.plan import files
-from fxprec.plan.reading import Entry, Reader, count, each, fields_of, finite, flag, integer, text, word
+from fxprec.plan.entries import record
+from fxprec.plan.reading import Entry, NotNegative, Positive, fields_of, integer, word
 from fxprec.runtime.aps.links import Links
 from fxprec.runtime.aps.predict import Link
 
 KIND, SCHEMA = "link", 1
+_HEAD = {"kind": word(KIND), "schema": integer(SCHEMA, SCHEMA, str(SCHEMA))}
 BITS = (32, 16, 8, 4)
+
+
+def _bits(entry: Entry) -> int:
+    if type(entry.value) is not int or entry.value not in BITS:
+        raise entry.wrong(f"one of {', '.join(map(str, BITS))}")
+    return entry.value
+
+
+Bits: TypeAlias = Annotated[int, _bits]
+Ranks: TypeAlias = Annotated[int, integer(2, 2**31, "2**31")]
+Node: TypeAlias = Annotated[int, integer(1, 2**31, "2**31")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +40,11 @@ class LayerBits:
     name: str
     bucket: int
     elements: int
-    bits: int
+    bits: Bits
     """32 (the gradient's own dtype), 16, 8 or 4."""
-    exposed: float
+    exposed: NotNegative
     """Seconds of the layer's transfer after the last gradient is ready."""
-    error: float
+    error: NotNegative
     """Weighted squared error that the layer's rounding adds to the mean gradient, in the unit of the budget."""
     by_nodes: bool = False
     """Whether the layer goes by nodes: in 16 bits or more inside of nodes, and in `bits` between them."""
@@ -51,24 +64,24 @@ class GatheredBits:
     name: str
     elements: int
     """Elements of one rank's shard."""
-    bits: int
+    bits: Bits
 
 
 @dataclass(frozen=True, slots=True)
 class LinkPlan:
     """The layers that a step sends over a link, their bits, and the predicted end; equal on all ranks."""
 
-    ranks: int
-    bytes_per_second: float
+    ranks: Ranks
+    bytes_per_second: Positive
     """Rate of a rank's link, or of a node's link to the other nodes."""
-    latency: float
+    latency: NotNegative
     """Seconds of a small exchange on that link."""
-    budget: float
+    budget: NotNegative
     """Bound of `error`, as a share of the squared norm of one rank's gradient."""
-    error: float
-    ready: tuple[float, ...]
+    error: NotNegative
+    ready: tuple[NotNegative, ...]
     """Seconds from the first bucket's gradients to each bucket's."""
-    end: float
+    end: NotNegative
     """Seconds from the first bucket's gradients to the last mean."""
     bytes_sent: int
     """Bytes that a rank sends in a step, headers of its messages included."""
@@ -77,7 +90,7 @@ class LinkPlan:
     """FSDP2 modules whose parameters the plan gathers."""
     bytes_gathered: int = 0
     """Bytes that a rank sends to gather the parameters of those modules once."""
-    node: int = 1
+    node: Node = 1
     """Ranks of a node; 1 if all links are alike."""
     inside: Link | None = None
     """A rank's link inside of its node."""
@@ -146,61 +159,10 @@ def is_link_plan(entry: Entry) -> bool:
     return isinstance(entry.value, Mapping) and entry.value.get("kind") == KIND
 
 
-def _bits(entry: Entry) -> int:
-    if type(entry.value) is not int or entry.value not in BITS:
-        raise entry.wrong(f"one of {', '.join(map(str, BITS))}")
-    return entry.value
-
-
-def _positive(entry: Entry) -> float:
-    if (value := finite(entry)) <= 0:
-        raise entry.wrong("a positive number")
-    return value
-
-
-def _least_zero(entry: Entry) -> float:
-    if (value := finite(entry)) < 0:
-        raise entry.wrong("a number of at least 0")
-    return value
-
-
-_LAYER: dict[str, Reader] = {
-    "name": text,
-    "bucket": integer(0, 10**6, "10**6"),
-    "elements": count,
-    "bits": _bits,
-    "exposed": _least_zero,
-    "error": _least_zero,
-    "by_nodes": flag,
-    "low_rank": integer(0, 2**31, "2**31"),
-}
-_INSIDE: dict[str, Reader] = {"bytes_per_second": _positive, "latency": _least_zero}
-_GATHERED: dict[str, Reader] = {"name": text, "elements": count, "bits": _bits}
-_PLAN: dict[str, Reader] = {
-    "kind": word(KIND),
-    "schema": integer(SCHEMA, SCHEMA, str(SCHEMA)),
-    "ranks": integer(2, 2**31, "2**31"),
-    "bytes_per_second": _positive,
-    "latency": _least_zero,
-    "budget": _least_zero,
-    "error": _least_zero,
-    "ready": each(_least_zero),
-    "end": _least_zero,
-    "bytes_sent": count,
-    "layers": each(lambda entry: LayerBits(**fields_of(_LAYER)(entry))),
-    "gathered": each(lambda entry: GatheredBits(**fields_of(_GATHERED)(entry))),
-    "bytes_gathered": count,
-    "node": integer(1, 2**31, "2**31"),
-    "inside": lambda entry: None if entry.value is None else Link(**fields_of(_INSIDE)(entry)),
-    "bytes_between": count,
-    "bytes_kept": count,
-}
-
-
 def read(entry: Entry) -> LinkPlan:
     """Return the link plan in JSON data. Raises `PlanError` naming the entry, the cause and the way out."""
-    found = fields_of(_PLAN)(entry)
-    plan = LinkPlan(**{k: v for k, v in found.items() if k not in ("kind", "schema")})
+    fields_of(_HEAD, unread=None)(entry)
+    plan: LinkPlan = record(LinkPlan, replace(entry, value={k: v for k, v in entry.value.items() if k not in _HEAD}))
     for key, names in (("layers", [r.name for r in plan.layers]), ("gathered", [r.name for r in plan.gathered])):
         twice = [name for name, times in Counter(names).items() if times > 1]
         if twice:

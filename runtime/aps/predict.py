@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxprec.errors import ConfigError
+from fxprec.plan.reading import NotNegative, Positive
 
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default, of float32
 
@@ -20,8 +21,8 @@ BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default, of float32
 class Link:
     """One rank's link to the others."""
 
-    bytes_per_second: float
-    latency: float = 0.0
+    bytes_per_second: Positive
+    latency: NotNegative = 0.0
     """Seconds that a message takes beside its bytes."""
 
     def __post_init__(self) -> None:

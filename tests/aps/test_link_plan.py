@@ -54,6 +54,8 @@ def test_a_plan_comes_back_as_it_was_and_its_digest_is_of_all_of_it(tmp_path: Pa
     assert (tmp_path / "link.json").read_text() == PLAN.dumps()
     assert LinkPlan.from_dict(PLAN.to_dict() | {"layers": edited()["layers"], "ready": [0.0, 0.02]}) == PLAN
     assert LinkPlan.from_dict(edited()) == SHARDED
+    of_earlier_version = {key: value for key, value in edited().items() if key != "bytes_kept"}
+    assert LinkPlan.from_dict(of_earlier_version) == SHARDED
     digests = [LinkPlan.from_dict(d).digest for d in (edited(), edited(layers__1__bits=8), edited(gathered__0__bits=8))]
     assert len({PLAN.digest, *digests}) == 4
     assert PLAN.exposed == pytest.approx(0.03)
