@@ -49,15 +49,16 @@ class RankStates:
         """
         saved = _unpacked(state)
         backends = backends_in(self._model)
-        own = saved[self._rank] if self._rank < len(saved) else saved[0]
+        rank, world = self._place
+        own = saved[rank] if rank < len(saved) else saved[0]
         if own.keys() != backends.keys():
             raise PlanError(
                 f"the saved state is of compiled modules {_listed(own)}, this model has {_listed(backends)}; compile "
                 "the same ones before loading"
             )
-        if len(saved) != self._world:
+        if len(saved) != world:
             warnings.warn(
-                f"saved by {len(saved)} ranks, loaded by {self._world}: ranks beyond the saved ones take the "
+                f"saved by {len(saved)} ranks, loaded by {world}: ranks beyond the saved ones take the "
                 "promotions and scales of rank 0, and training does not continue bit for bit",
                 FxprecWarning,
                 stacklevel=2,
@@ -66,22 +67,16 @@ class RankStates:
             backend.load_state_dict(own[name])
 
     @property
-    def _is_distributed(self) -> bool:
-        return dist.is_available() and dist.is_initialized()
-
-    @property
-    def _rank(self) -> int:
-        return dist.get_rank(self._group) if self._is_distributed else 0
-
-    @property
-    def _world(self) -> int:
-        return dist.get_world_size(self._group) if self._is_distributed else 1
+    def _place(self) -> tuple[int, int]:
+        """Return this rank's number, and the number of ranks."""
+        if not dist.is_available() or not dist.is_initialized():
+            return 0, 1
+        return dist.get_rank(self._group), dist.get_world_size(self._group)
 
     def _gathered(self, own: str) -> list[str]:
-        if self._world == 1:
-            return [own]
-        texts = [own] * self._world
-        dist.all_gather_object(texts, own, group=self._group)
+        texts = [own] * self._place[1]
+        if len(texts) > 1:
+            dist.all_gather_object(texts, own, group=self._group)
         return texts
 
 
