@@ -42,13 +42,11 @@ def _kernel(rule: Rule, rows: list[list[Tensor]], floats: Tensor, integers: Tens
     dense = [row if is_dense(rule, row) else dense_row(rule, row) for row in rows]
     device = dense[0][0].device
     found = torch.zeros(len(rows), 2, dtype=torch.int64, device=device) if counts else None
-    if device.type == "cpu":
-        done = cpp.run(rule, dense, floats, integers, found)
-    else:
+    if device.type != "cpu":
         from fxprec.runtime.optim import triton_step
 
-        done = triton_step.run(rule, dense, floats, integers, found)
-    if not done:
+        triton_step.run(rule, dense, floats, integers, found)
+    elif not cpp.run(rule, dense, floats, integers, found):
         _reference(rule, rows, floats, integers, counts)
         return
     for row, copies in zip(rows, dense, strict=True):

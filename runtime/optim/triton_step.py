@@ -15,8 +15,8 @@ _Facts = tuple[tuple[int, ...], ...]
 """By parameter: first program, elements, row of the scalars, addresses."""
 
 
-def run(rule: Rule, rows: list[list[Tensor]], scalars: Tensor, integers: Tensor, counts: Tensor | None) -> bool:
-    """Step every row of tensors in place, as `cpp.run`; return True.
+def run(rule: Rule, rows: list[list[Tensor]], scalars: Tensor, integers: Tensor, counts: Tensor | None) -> None:
+    """Step every row of tensors in place, as `cpp.run`.
 
     ``scalars`` and ``integers`` are copied to the device if they are elsewhere. Nothing waits for the device.
     Raises `ConfigError` while a CUDA graph is captured.
@@ -26,7 +26,7 @@ def run(rule: Rule, rows: list[list[Tensor]], scalars: Tensor, integers: Tensor,
     on_device.refuse_capture(device, "step() runs", advice)
     aligned, others = _parts(rows)
     if not aligned and not others:
-        return True
+        return
     inputs = [on_device.upload(t, device).contiguous() for t in (scalars, integers)]
     if counts is None:
         counts = torch.zeros(0, dtype=torch.int64, device=device)
@@ -37,7 +37,6 @@ def run(rule: Rule, rows: list[list[Tensor]], scalars: Tensor, integers: Tensor,
                 constants = {"BLOCK": BLOCK, "STEPS": (items - 1).bit_length(), "ALIGNED": is_aligned}
                 table = _table(facts, device)
                 kernel(rule)[(programs,)](table, *inputs, counts, items, **constants, enable_fp_fusion=False)
-    return True
 
 
 def _parts(rows: list[list[Tensor]]) -> tuple[_Facts, _Facts]:
