@@ -33,7 +33,7 @@ from fxprec.runtime.aps.lost import RollCall
 from fxprec.runtime.aps.low_rank import Memory
 from fxprec.runtime.aps.options import APSOptions
 from fxprec.runtime.aps.shards import Shards
-from fxprec.runtime.aps.wire import INSIDE, Coding, Sending
+from fxprec.runtime.aps.wire import INSIDE, Coding, Sending, Wire
 from fxprec.runtime.events import Event
 
 PERIOD, MEASURED = 100, 3
@@ -130,8 +130,8 @@ class ByLink:
         if self.plan is not None:
             self.adopt(self.plan)
 
-    def gathered_as(self, index: int, dtype: torch.dtype) -> Coding:
-        """Return the coding in which the module of that number gathers parameters that it computes with in `dtype`."""
+    def gathered_as(self, index: int, dtype: torch.dtype) -> Wire | None:
+        """Return the wire by which the module of that number gathers parameters that it computes with in `dtype`."""
         return None if self._gathers is None else self._gathers.coding(self.plan, index, dtype)
 
     def resume(self, plan: Mapping[str, Any] | None) -> None:

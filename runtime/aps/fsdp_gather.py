@@ -26,7 +26,7 @@ from fxprec.runtime.aps.gathers import EIGHT_BITS
 from fxprec.runtime.aps.hook import NO_CAPTURE
 from fxprec.runtime.aps.shards import Shards, filled
 from fxprec.runtime.aps.state import APSState
-from fxprec.runtime.aps.wire import BlockWire, Coding, Wire
+from fxprec.runtime.aps.wire import BlockWire, Wire
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -66,7 +66,7 @@ class APSAllGather(AllGather):
         self._sizes = shards.sizes
         self._matrices = [p.dim() > 1 for p in shards.parameters]
         self._owner = owner
-        self._now: Coding = None
+        self._now: Wire | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a new buffer, as FSDP2's default does."""
@@ -115,7 +115,7 @@ class APSAllGather(AllGather):
         )
         return []
 
-    def _coding(self, dtypes: Sequence[torch.dtype]) -> Coding:
+    def _coding(self, dtypes: Sequence[torch.dtype]) -> Wire | None:
         by_link = self.state.by_link
         if by_link is not None:
             by_link.meet(self.state.step)
@@ -134,23 +134,19 @@ class Piece(NamedTuple):
     coded: bool
 
 
-def _message(shard: Tensor, coding: Wire | torch.dtype, pieces: Sequence[Piece]) -> Tensor:
+def _message(shard: Tensor, coding: Wire, pieces: Sequence[Piece]) -> Tensor:
     """Return the bytes of a shard (bytes,): the codes of its matrices, then the rest."""
     split = list(zip(shard.split([piece.size for piece in pieces]), pieces, strict=True))
-    block = 1 if isinstance(coding, torch.dtype) else coding.block
-    values = torch.cat([filled(_typed(raw, piece.dtype)[None], block) for raw, piece in split if piece.coded])
-    codes = values.to(coding).view(torch.uint8) if isinstance(coding, torch.dtype) else coding.encode(values)
-    return torch.cat([codes, *(raw for raw, piece in split if not piece.coded)])
+    values = torch.cat([filled(_typed(raw, piece.dtype)[None], coding.block) for raw, piece in split if piece.coded])
+    return torch.cat([coding.encode(values), *(raw for raw, piece in split if not piece.coded)])
 
 
-def _read(messages: Tensor, coding: Wire | torch.dtype, pieces: Sequence[Piece], out: Tensor) -> None:
+def _read(messages: Tensor, coding: Wire, pieces: Sequence[Piece], out: Tensor) -> None:
     """Decode messages (world, bytes) and write their shards into `out` (world, bytes)."""
-    block = 1 if isinstance(coding, torch.dtype) else coding.block
-    spans = [-(-piece.size // piece.dtype.itemsize // block) * block for piece in pieces if piece.coded]
+    spans = [-(-piece.size // piece.dtype.itemsize // coding.block) * coding.block for piece in pieces if piece.coded]
     rest = [piece.size for piece in pieces if not piece.coded]
     codes, *raws = messages.split([messages.shape[1] - sum(rest), *rest], 1)
-    flat = codes.reshape(-1)
-    decoded = flat.view(coding).float() if isinstance(coding, torch.dtype) else coding.decode(flat)
+    decoded = coding.decode(codes.reshape(-1))
     values, others = iter(decoded.view(len(out), -1).split(spans, 1)), iter(raws)
     for view, piece in zip(out.split([piece.size for piece in pieces], 1), pieces, strict=True):
         if piece.coded:

@@ -6,22 +6,20 @@ part is assumed to overlap with computation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fxprec.errors import PlanError
-from fxprec.numerics.blocks import find_blocks
 from fxprec.runtime.aps.groups import communication_device
 from fxprec.runtime.aps.link_plan import GatheredBits, LinkPlan
 from fxprec.runtime.aps.link_planner import CLOSE
 from fxprec.runtime.aps.link_probe import ELEMENTS, usual
 from fxprec.runtime.aps.predict import Link
 from fxprec.runtime.aps.shards import Shards
-from fxprec.runtime.aps.wire import BlockWire, Coding, Wire
+from fxprec.runtime.aps.wire import Wire, wire_of
 
 EIGHT_BITS = "int8/128:bf16"
 """Format of 8-bit gathers. It loses 3.6e-5 of normal weights' squared norm, mxfp8_e4m3 8.5e-4 in as many bytes."""
@@ -35,12 +33,12 @@ class Gathers:
     ranks: int
 
     def __post_init__(self) -> None:
-        self._codings: dict[int, Coding] = {32: None, 16: torch.bfloat16, 8: BlockWire(find_blocks(EIGHT_BITS))}
+        self._codings: dict[int, Wire | None] = {32: None, 16: wire_of("bf16"), 8: wire_of(EIGHT_BITS)}
         self._costs: dict[int, tuple[float, float]] = {}
         self._own_bits = [32] * len(self.modules)
 
-    def coding(self, plan: LinkPlan | None, index: int, dtype: torch.dtype) -> Coding:
-        """Return the coding in which a module that computes in `dtype` gathers parameters; None is unchanged."""
+    def coding(self, plan: LinkPlan | None, index: int, dtype: torch.dtype) -> Wire | None:
+        """Return the wire by which a module that computes in `dtype` gathers parameters; None is unchanged."""
         self._own_bits[index] = own = 8 * dtype.itemsize
         rows = () if plan is None else plan.gathered
         bits = next((row.bits for row in rows if row.name == self.modules[index].name), own)
@@ -71,8 +69,8 @@ class Gathers:
     def _bytes(self, module: Shards, own: int, bits: int) -> int:
         matrices, rest = module.elements
         coding = self._codings[bits] if bits < own else None
-        if coding is None or isinstance(coding, torch.dtype):
-            return (matrices * bits + rest * own) // 8
+        if coding is None:
+            return (matrices + rest) * own // 8
         blocks = sum(-(-n // coding.block) for p, n in zip(module.parameters, module.sizes, strict=True) if p.dim() > 1)
         return blocks * coding.code_bytes + rest * own // 8
 
@@ -82,18 +80,12 @@ class Gathers:
         return coding + link.latency + (self.ranks - 1) * self._bytes(module, own, bits) / link.bytes_per_second
 
 
-def _cost(coding: Coding, group: dist.ProcessGroup) -> tuple[float, float]:
+def _cost(coding: Wire | None, group: dist.ProcessGroup) -> tuple[float, float]:
     """Return the seconds per element to encode and to decode, on the slowest rank."""
     if coding is None:
         return 0.0, 0.0
     x = torch.linspace(-1, 1, ELEMENTS, dtype=torch.float32, device=communication_device(group))
-    encode, decode = usual(_work(coding, x), x.device, group)
-    return encode / ELEMENTS, decode / ELEMENTS
-
-
-def _work(coding: Wire | torch.dtype, x: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
-    if isinstance(coding, torch.dtype):
-        narrow = x.to(coding)
-        return lambda: x.to(coding), lambda: x.copy_(narrow)
     codes = coding.encode(x)
-    return lambda: coding.encode(x), lambda: x.copy_(coding.decode(codes))
+    works = [lambda: coding.encode(x), lambda: x.copy_(coding.decode(codes))]
+    encode, decode = usual(works, x.device, group)
+    return encode / ELEMENTS, decode / ELEMENTS

@@ -19,7 +19,7 @@ from fxprec.errors import FormatError
 from fxprec.numerics import block_codec, rounding
 from fxprec.numerics.block_rounding import drawn_seed
 from fxprec.numerics.blocks import AnyFormat, BlockFormat, find
-from fxprec.numerics.formats import Format
+from fxprec.numerics.formats import BF16, Format
 from fxprec.runtime.aps import kernels
 from fxprec.runtime.aps.codec_tables import TABLES
 from fxprec.runtime.aps.codecs import Codec, codec, decode_values, encode_values
@@ -111,7 +111,7 @@ class FloatWire(Wire):
         return None if native is None or abs(self.kind.bias) > MAX_TOP_EXPONENT else native[0]
 
     def encode(self, values: Tensor, *, generator: torch.Generator | None = None, bounded: bool = False) -> Tensor:
-        if generator is None and bounded and self._cast is not None:
+        if generator is None and (bounded or self.kind == BF16) and self._cast is not None:
             shifted = values if self.kind.bias == 0 else values * 2.0**self.kind.bias
             return shifted.to(self._cast).view(torch.uint8)
         return _in_blocks(partial(_encode, fmt=self.kind, generator=generator), values).view(torch.uint8)
