@@ -45,6 +45,9 @@ class LossWatch:
 
     def note(self, step: int, loss: object) -> None:
         """Queue a step's loss, a tensor of one element or a number. Raises `ConfigError` for anything else."""
+        if self._pending and step < self._pending[-1][0]:  # a state of an earlier step was loaded
+            self._pending.clear()
+            self._is_high = False
         if isinstance(loss, int | float):
             self._pending.append((step, float(loss), None))
             return

@@ -44,6 +44,17 @@ def test_a_jump_is_what_stands_out_of_the_losses_before(losses, told):
     assert all(text.startswith(wanted) for (_, text), (_, wanted) in zip(found, told, strict=True))
 
 
+def test_losses_of_steps_that_were_given_up_are_forgotten():
+    """A state of an earlier step is loaded: its losses had waited behind those of later steps."""
+    watch = LossWatch()
+    for step in range(LEAST):
+        watch.note(step, 1.0)
+    assert not list(watch.jumps(before=LEAST))
+    for step, loss in ((LEAST, math.inf), (3, 1.0), (4, 100.0)):
+        watch.note(step, loss)
+    assert [jump.step for jump in watch.jumps(before=5)] == [4]
+
+
 def trained(change, *, steps=BAD + 2, **options) -> fxprec.Backend:
     """Train, ``change(model, batch)`` before step 25; each loss is noted."""
     torch.compiler.reset()
