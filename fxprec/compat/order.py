@@ -134,15 +134,23 @@ def _is_on_host(buffer: SchedulerBuffer) -> bool:
 
 
 def _chain(nodes: Sequence[Any], kept: Collection[str]) -> None:
-    """Make each kernel depend on the last GEMM or large result before it, as fusing across it would undo the order."""
-    last = None
+    """Make each kernel depend on the last GEMM or large result before it, as fusing across it would undo the order.
+
+    A GEMM also depends on the reductions before it. Otherwise Inductor fuses one with a reduction of a later layer, and
+    all that it reads lives until then.
+    """
+    last, reduced = None, list[str]()
     for node in nodes:
         if last is not None:
             node.add_fake_dep(WeakDep(last, node.get_name(), is_fake=True))
         size = sum(b.mpi_buffer.size_alloc for b in node.get_outputs())
         is_result = size >= _LARGE and all(b.get_name() in kept for b in node.get_outputs())
         if is_result or (size and node.is_extern()):
-            last = node.get_outputs()[0].get_name()
+            for name in reduced:
+                node.add_fake_dep(WeakDep(name, node.get_name(), is_fake=True))
+            last, reduced = node.get_outputs()[0].get_name(), []
+        elif node.is_reduction():
+            reduced.append(node.get_outputs()[0].get_name())
 
 
 _LARGE = 1 << 16
