@@ -135,3 +135,28 @@ def test_compiled_autograd() -> None:
 )
 def test_parametrized_weights(made: Callable[[nn.Module], nn.Module]) -> None:
     agree(nn.Sequential(made(nn.Linear(16, 16)), nn.GELU(), nn.Linear(16, 16)), in_micro_batches_backwards)
+
+
+class Inverse(nn.Module):
+    """An operator that checks its input: AOTAutograd orders such effects by tokens, made before the graph's inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.inv(self.linear(x).tanh() + 2 * torch.eye(3))
+
+
+@pytest.mark.inductor
+def test_what_inputs_make_comes_behind_them_although_a_token_of_effects_comes_before() -> None:
+    """A table of scales stood before the placeholder that it is made from."""
+    plain = Inverse()
+    model = copy.deepcopy(plain)
+    x = torch.randn(2, 3, 3)
+    for net in (plain, torch.compile(model, backend="fxprec", options={"recipe": "fp8"})):
+        net(x).square().sum().backward()
+    for exact, found in zip(plain.parameters(), model.parameters(), strict=True):
+        assert exact.grad is not None
+        assert found.grad is not None
+        assert relative_error(found.grad, exact.grad) < 0.1

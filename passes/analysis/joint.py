@@ -125,6 +125,12 @@ def results_of(graph: Graph) -> Sequence[object]:
     return results
 
 
+def behind_inputs(graph: Graph) -> Node:
+    """Return the node behind a graph's inputs. AOTAutograd makes tokens of operators with effects before the inputs."""
+    *_, last = graph.find_nodes(op="placeholder")
+    return last.next
+
+
 def set_results(graph: Graph, results: list[Any]) -> None:
     """Make a graph return ``results``."""
     graph.output_node().args = (tuple(results) if isinstance(results_of(graph), tuple) else results,)

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec import compat
-from fxprec.passes.analysis.joint import JointGraph, input_at, is_backward
+from fxprec.passes.analysis.joint import JointGraph, behind_inputs, input_at, is_backward
 from fxprec.passes.sites import emit
 
 _COPY_INTO = torch.ops.aten.copy_.default
@@ -47,7 +47,7 @@ def copy_written_inputs(joint: Graph, copied: Collection[Node]) -> list[Node]:
 
 def _copied(joint: Graph, written: Node, write: Node) -> Node:
     """Make all readers except ``write`` read a copy of an input."""
-    with joint.inserting_before(next(n for n in joint.nodes if n.op != "placeholder")):
+    with joint.inserting_before(behind_inputs(joint)):
         kept = emit(joint, torch.ops.aten.clone.default, (written,), written)
     for user in [user for user in written.users if user not in (write, kept)]:
         user.replace_input_with(written, kept)

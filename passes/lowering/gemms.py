@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxprec import compat
 from fxprec.ir.symbolic import CodedGemm, Dequantize, Transposed
 from fxprec.kernels.coded_gemms import GemmKernel, MatmulCodes, TransposeCodes, native_name
-from fxprec.passes.analysis.joint import tensor_of
+from fxprec.passes.analysis.joint import behind_inputs, tensor_of
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.lowering.expand import insert
 from fxprec.passes.lowering.gemm_casts import call, codes_of_product, copy_with_codes, substitute
@@ -72,11 +72,11 @@ class _Scales:
         if row not in self.scaled:  # AS_STORED is not in it
             if not self.ones:
                 options = {"dtype": torch.float32, "device": table.meta["val"].device}
-                with self.graph.inserting_before(_first(self.graph)):
+                with self.graph.inserting_before(behind_inputs(self.graph)):
                     self.ones.append(self.graph.call_function(aten.full.default, ([], 1.0), options))
             return self.ones[0]
         if self.inverse is None:
-            with self.graph.inserting_before(_first(self.graph)):
+            with self.graph.inserting_before(behind_inputs(self.graph)):
                 self.inverse = insert(self.graph, _inverse_scales, table)
         with self.graph.inserting_before(before):
             return call(self.graph, aten.select.int, self.inverse, 0, row)
@@ -85,11 +85,6 @@ class _Scales:
 def _inverse_scales(table: torch.Tensor, _: object) -> torch.Tensor:
     """Return ``2.0**-exponent`` for every row by writing the bits of a float32."""
     return ((127 - table[:, 0]) << 23).view(torch.float32)
-
-
-def _first(graph: Graph) -> Node:
-    first: Node = next(n for n in graph.nodes if n.op != "placeholder")
-    return first
 
 
 def _copy(graph: Graph, copy: Node, triton: bool) -> None:

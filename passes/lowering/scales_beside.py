@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.ir.symbolic import AS_STORED, Dequantize, InMemory, Quantize
-from fxprec.passes.analysis.joint import tensor_of
+from fxprec.passes.analysis.joint import behind_inputs, tensor_of
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.lowering.expand import insert
 from fxprec.passes.sites import replace_node
@@ -58,8 +58,7 @@ class ScalesBeside:
 
     def _powers(self, table: Node, sign: int) -> Node:
         if sign not in self.powers:
-            first = next(n for n in self.graph.nodes if n.op != "placeholder")
-            with self.graph.inserting_before(first):
+            with self.graph.inserting_before(behind_inputs(self.graph)):
                 self.powers[sign] = InMemory(insert(self.graph, _powers_of, table, sign)).insert(self.graph)
         return self.powers[sign]
 
