@@ -254,7 +254,7 @@ def test_the_command_says_no_and_why_as_json() -> None:
             "--optimizer moon is unknown; give adamw, lion, muon or",
         ),
         ("t.py:make --gpu 1GiB --states int4", "unknown states of group 0 'int4'"),
-        ("t.py:make --gpu 1GiB --max-norm 0", "max_norm of group 0 is 0.0; give it a number above 0"),
+        ("t.py:make --gpu 1GiB --max-norm 0", "max_norm of group 0 is 0.0, out of range; give it a number above 0"),
         ("t.py:frozen --gpu 1GiB", "no parameter requires a gradient"),
     ],
 )
