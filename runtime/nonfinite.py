@@ -120,7 +120,7 @@ class NonfiniteWatch:
         ]
         table = np.concatenate(found)
         table = table[np.argsort(table[:, 0], kind="stable")]
-        # A row arrives once for each backward pass of a step; the worst of them counts.
+        # A gradient arrives once for each backward pass of a step; the worst of them counts.
         table = np.maximum.reduceat(table, np.flatnonzero(np.diff(table[:, 0], prepend=-math.inf)))
         return _Series(table[-WINDOW:])
 

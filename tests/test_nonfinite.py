@@ -71,7 +71,7 @@ def test_backward_runs_from_the_end_and_a_dynamic_loss_scale_overflows_on_purpos
 
 
 def test_a_tensor_that_arrives_twice_in_a_step_is_out_of_range_if_it_was_so_once():
-    """Two forward passes before a backward, as of a siamese network: either may have had the bad batch."""
+    """Gradients of two forward passes before a backward, as of a siamese network: either may have been the bad one."""
     for last in ((math.inf, 1.0), (1.0, math.inf)):
         watch = NonfiniteWatch(gradients=True)
         for number, pair in enumerate(((1.0, 2.0), (2.0, 1.0), last)):

@@ -135,14 +135,14 @@ def all_reduce_seconds(elements: float, way: Way, link: Link, coding: Coding) ->
     return wire + coding.extra_exchanges * way.steps * link.latency + elements * coding.ns_per_element * 1e-9
 
 
-def buckets(layers: Sequence[Layer], bucket_bytes: int = BUCKET_BYTES) -> list[tuple[float, int]]:
+def buckets(layers: Sequence[Layer]) -> list[tuple[float, int]]:
     """Return (seconds from the start of backward until ready, elements) of each bucket, last layers first."""
     found: list[tuple[float, int]] = []
     clock, waiting = 0.0, 0
     for layer in reversed(layers):
         clock += layer.backward
         waiting += layer.elements
-        if waiting * 4 >= bucket_bytes:
+        if waiting * 4 >= BUCKET_BYTES:
             found.append((clock, waiting))
             waiting = 0
     if waiting:

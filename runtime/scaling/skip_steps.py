@@ -32,11 +32,7 @@ class StepSkipper:
     over parameters without a gradient. ``tell(what, detail)`` warns once.
     """
 
-    def __init__(
-        self,
-        controllers: Callable[[], Sequence[Controller]],
-        tell: Callable[[str, str], None] = lambda what, detail: None,
-    ) -> None:
+    def __init__(self, controllers: Callable[[], Sequence[Controller]], tell: Callable[[str, str], None]) -> None:
         self.skipped = 0  # optimizer steps
         self._controllers, self._tell = controllers, tell
         self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
