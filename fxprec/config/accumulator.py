@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fxprec.config import checks
-from fxprec.errors import ConfigError, FormatError
+from fxprec.errors import ConfigError
 from fxprec.numerics.formats import FP32, Format, parse
 
 
@@ -48,12 +48,7 @@ def find_accumulator(value: object) -> Accumulator | None:
 
 def _format(name: str, value: object) -> Format:
     field = "accumulator" if name == "format" else f"accumulator.{name}"
-    if not isinstance(value, Format | str):
-        raise ConfigError(f"{field} is {value!r}; give it a fxprec.Format, its name, or a fxprec.Accumulator")
-    try:
-        found = parse(value)
-    except FormatError as error:
-        raise ConfigError(f"{field}: {error}") from None
+    found = checks.format_of(field, value, Format, parse, "a fxprec.Format, its name, or a fxprec.Accumulator")
     if found.mantissa_bits == 22:
         raise ConfigError(
             f"{field} is {found.name}, which has one mantissa bit less than float32: sums are computed in float32 and "

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field
 from fractions import Fraction
 from numbers import Integral, Real
-from typing import Self, SupportsFloat, SupportsInt, cast
+from typing import Self, SupportsFloat, SupportsInt, TypeVar, cast
 
-from fxprec.errors import ConfigError, did_you_mean
+from fxprec.errors import ConfigError, FormatError, did_you_mean
+from fxprec.numerics.blocks import BlockFormat, find_blocks
+
+F = TypeVar("F")
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -157,6 +160,26 @@ def some_of(field: str, value: object, allowed: Sequence[str]) -> tuple[str, ...
     for word in words:
         one_of(field, word, allowed)
     return tuple(word for word in allowed if word in words)
+
+
+def format_of(field: str, value: object, kind: type[F], find: Callable[[str], F], allowed: str) -> F:
+    """Return a ``value`` of type ``kind``, or the format that ``find`` returns for a name. Raises `ConfigError`."""
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, str):
+        raise ConfigError(f"{field} is {value!r}; give it {allowed}")
+    try:
+        return find(value)
+    except FormatError as error:
+        raise ConfigError(f"{field}: {error}") from None
+
+
+def block_format(field: str, value: object, example: str) -> BlockFormat | None:
+    """Return a block format, given as such or by its name; None for None and "". Raises `ConfigError`."""
+    if value is None or value == "":
+        return None
+    allowed = f"a fxprec.BlockFormat or its name, such as {example!r}"
+    return format_of(field, value, BlockFormat, find_blocks, allowed)
 
 
 def _parse_size(text: str) -> int | None:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
 from fxprec.config import checks
-from fxprec.config.checks import Options
-from fxprec.errors import ConfigError, FormatError
-from fxprec.numerics.blocks import BlockFormat, find_blocks
+from fxprec.errors import ConfigError
+from fxprec.numerics.blocks import BlockFormat
 
 Product: TypeAlias = Literal["forward", "input_grad", "weight_grad"]
 _LARGEST_SIDE = 64
@@ -20,7 +19,7 @@ PRODUCTS: tuple[Product, ...] = ("forward", "input_grad", "weight_grad")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operands(Options):
+class Operands(checks.Options):
     """Block formats of the operands of each product of a layer, in blocks along the dimension that the product reduces.
 
     A format is a `BlockFormat` or its name; None leaves the product's operands in ``hi``. Raises `ConfigError` for a
@@ -124,15 +123,8 @@ def eden_refusal(fmt: BlockFormat, size: int) -> str | None:
 
 def operand_format(name: str, value: object) -> BlockFormat | None:
     """Return the block format of a product's operands, or None. Raises `ConfigError` for an unsuitable format."""
-    if value is None or value == "":
-        return None
-    if not isinstance(value, BlockFormat | str):
-        raise ConfigError(f"operands.{name} is {value!r}; give it a fxprec.BlockFormat or its name, such as 'mxfp8'")
-    try:
-        fmt = value if isinstance(value, BlockFormat) else find_blocks(value)
-    except FormatError as error:
-        raise ConfigError(f"operands.{name}: {error}") from None
-    if fmt.has_offset:
+    fmt = checks.block_format(f"operands.{name}", value, "mxfp8")
+    if fmt is not None and fmt.has_offset:
         raise ConfigError(
             f"operands.{name} is {fmt.name}, integers with an offset, which no GEMM multiplies; give it a format of "
             "floats in blocks, such as 'mxfp8' or 'nvfp4'"

@@ -6,16 +6,15 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
 from fxprec.config import checks
-from fxprec.config.checks import Options
 from fxprec.config.operands import Operands, find_operands
-from fxprec.errors import ConfigError, FormatError, did_you_mean
+from fxprec.errors import ConfigError, did_you_mean
 from fxprec.numerics import blocks
 from fxprec.numerics.blocks import BlockFormat, find_blocks
 from fxprec.numerics.formats import Format, parse
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(Options):
+class Recipe(checks.Options):
     """Formats by role. Every format field takes a `Format` or its name.
 
     Raises `ConfigError` for an unknown format, and for a low format wider than ``hi``.
@@ -49,7 +48,7 @@ class Recipe(Options):
             object.__setattr__(self, "weight_grad", self.hi)
         for role in FORMAT_ROLES:
             object.__setattr__(self, role, _format(role, getattr(self, role)))
-        object.__setattr__(self, "saved", _block_format(self.saved))
+        object.__setattr__(self, "saved", checks.block_format("recipe.saved", self.saved, "int4"))
         object.__setattr__(self, "operands", find_operands(self.operands))
         for flag in RECIPE_FLAGS:
             checks.boolean(f"recipe.{flag}", getattr(self, flag))
@@ -96,32 +95,11 @@ RECIPE_FLAGS = ("pure", "smooth_swiglu")
 FORMAT_ROLES = tuple(f.name for f in fields(Recipe) if f.name not in ("name", *RECIPE_FLAGS, "saved", "operands"))
 
 
-def _block_format(value: object) -> BlockFormat | None:
-    if isinstance(value, BlockFormat):
-        return value
-    if value is None or value == "":
-        return None
-    if not isinstance(value, str):
-        raise ConfigError(f"recipe.saved is {value!r}; give it a fxprec.BlockFormat or its name, such as 'int4'")
-    try:
-        return find_blocks(value)
-    except FormatError as error:
-        raise ConfigError(f"recipe.saved: {error}") from None
-
-
 def _format(role: str, value: object) -> Format:
-    if isinstance(value, Format):
-        return value
-    if not isinstance(value, str):
-        raise ConfigError(
-            f"recipe.{role} is {value!r}; give it a fxprec.Format or a format name such as 'e5m2' or '1-4-3+4'"
-        )
-    if value.strip().lower() in blocks.NAMED:
+    if isinstance(value, str) and value.strip().lower() in blocks.NAMED:
         raise ConfigError(f"recipe.{role} is the block format {value!r}, which only saved copies can have; use saved=")
-    try:
-        return parse(value)
-    except FormatError as error:
-        raise ConfigError(f"recipe.{role}: {error}") from None
+    allowed = "a fxprec.Format or a format name such as 'e5m2' or '1-4-3+4'"
+    return checks.format_of(f"recipe.{role}", value, Format, parse, allowed)
 
 
 def _same(format: str, name: str | None = None, *, pure: bool = False, operands: Operands | None = None) -> Recipe:
@@ -183,10 +161,11 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
     if not isinstance(recipe, str):
         raise ConfigError(f"recipe is {recipe!r}; give it one of {ALLOWED_RECIPES}")
     base, plus, saved = recipe.partition("+")
-    if plus and base in RECIPES and not saved.strip():
-        raise ConfigError(f"recipe {recipe!r} names no block format after '+'; write for instance '{base}+int4'")
     if plus and base in RECIPES:
-        return replace(RECIPES[base], saved=_block_format(saved.strip()), name=recipe)
+        if not saved.strip():
+            raise ConfigError(f"recipe {recipe!r} names no block format after '+'; write for instance '{base}+int4'")
+        fmt = checks.block_format("recipe.saved", saved.strip(), "int4")
+        return replace(RECIPES[base], saved=fmt, name=recipe)
     if recipe not in RECIPES:
         hint = did_you_mean(recipe.lower(), RECIPES)
         raise ConfigError(f"unknown recipe {recipe!r}{hint}; allowed: {ALLOWED_RECIPES}")
