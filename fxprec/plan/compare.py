@@ -9,10 +9,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fxprec.errors import PlanError
-from fxprec.plan.rows import Gemm, Group, Site
+from fxprec.plan.rows import Site
+
+if TYPE_CHECKING:
+    from fxprec.plan.plan import Plan
 
 # The fields that identify the model, by table; the first field names the entry. Fields in _SIZES depend on the batch.
 _MODEL = {
@@ -24,27 +27,7 @@ _SIZES = frozenset({"size", "elements", "shape"})
 _NODES = frozenset({"node", "operators", "tensor"})
 
 
-class Tables(Protocol):
-    """The fields of a `Plan` that are compared."""
-
-    @property
-    def grouping(self) -> str:
-        """The rule by which tensors form groups."""
-
-    @property
-    def gemms(self) -> tuple[Gemm, ...]:
-        """The matrix products, in execution order."""
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        """The groups, by id."""
-
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        """The stored tensors, by id."""
-
-
-def first_difference(here: Tables, other: Tables, *, there: str, sizes: bool = True) -> str | None:
+def first_difference(here: Plan, other: Plan, *, there: str, sizes: bool = True) -> str | None:
     """Return a text on the first difference between two plans' models, or None.
 
     ``there``: what the text calls ``other``. ``sizes=False`` ignores elements and shapes.
@@ -52,9 +35,10 @@ def first_difference(here: Tables, other: Tables, *, there: str, sizes: bool = T
     for table, names in _MODEL.items():
         compared = [name for name in names if sizes or name not in _SIZES]
         ours, theirs = getattr(here, table), getattr(other, table)
-        found = _in_rows(table, ours, theirs, compared, there)
-        if found is not None:
-            return found
+        rows = enumerate(zip(ours, theirs, strict=False))
+        found = (_in_row(table, i, a, b, compared, there) for i, (a, b) in rows)
+        if (difference := next(filter(None, found), None)) is not None:
+            return difference
         if len(ours) != len(theirs):
             return f"{len(ours)} {table} here but {len(theirs)} in {there}{_extra(ours, theirs, compared[0])}"
     return None
@@ -74,7 +58,7 @@ def another_model(difference: str) -> PlanError:
     return PlanError(f"the given plan belongs to another model: {difference}; drop plan= to plan again")
 
 
-def partners(here: Tables, other: Tables) -> Mapping[int, int]:
+def partners(here: Plan, other: Plan) -> Mapping[int, int]:
     """Map site ids of ``here`` to the site ids of ``other`` with the same tensor, for two graphs of one model.
 
     A training graph has sites that its evaluation graph lacks, so ids alone do not match. Sites with the same kind,
@@ -92,14 +76,14 @@ def partners(here: Tables, other: Tables) -> Mapping[int, int]:
     return found
 
 
-def low_groups_with(trained: Tables, gemms: Sequence[tuple[int, int]]) -> frozenset[int]:
+def low_groups_with(trained: Plan, gemms: Sequence[tuple[int, int]]) -> frozenset[int]:
     """Return which groups of another graph of the same model are low according to the training plan ``trained``.
 
     ``gemms`` are the groups before and after each GEMM of the other graph. Groups by data flow are matched at their
     GEMMs, as a loss or input that only training has changes their numbers. A group is low if all its matches are low.
     """
     if trained.grouping == "execution":
-        return frozenset(g.id for g in trained.groups if g.low)
+        return trained.low_groups
     is_low: dict[int, bool] = {}
     for gemm, borders in zip(trained.gemms, gemms, strict=True):
         for theirs, ours in zip((gemm.group_before, gemm.group_after), borders, strict=True):
@@ -107,7 +91,7 @@ def low_groups_with(trained: Tables, gemms: Sequence[tuple[int, int]]) -> frozen
     return frozenset(group for group, low in is_low.items() if low)
 
 
-def _by_place(plan: Tables) -> dict[Hashable, list[Site]]:
+def _by_place(plan: Plan) -> dict[Hashable, list[Site]]:
     found: dict[Hashable, list[Site]] = defaultdict(list)
     for site in plan.sites:
         group = site.group if plan.grouping == "execution" else None  # data-flow groups have other numbers per graph
@@ -127,11 +111,6 @@ def _identity(row: object, name: str) -> Any:
     if name not in _NODES or getattr(row, "kind", "").endswith("param"):
         return value
     return tuple(map(_unnumbered, value)) if isinstance(value, tuple) else _unnumbered(value)
-
-
-def _in_rows(table: str, ours: Sequence[Any], theirs: Sequence[Any], names: Sequence[str], there: str) -> str | None:
-    found = (_in_row(table, i, a, b, names, there) for i, (a, b) in enumerate(zip(ours, theirs, strict=False)))
-    return next((difference for difference in found if difference is not None), None)
 
 
 def _in_row(table: str, i: int, a: object, b: object, names: Sequence[str], there: str) -> str | None:

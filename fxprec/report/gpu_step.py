@@ -98,8 +98,7 @@ def predict(plan: Plan, gpu: Gpu, ratios: Sequence[float] = (0.5,)) -> Predictio
     costs, layers = costs_of(gpu), list(layers_of(plan))
     paying = {layer for layer in layers if layer.pays(costs)}
     step = _Model(plan, costs, layers, paying)
-    low = {group.id for group in plan.groups if group.low}
-    steps = [step.autocast(), step.with_low("this plan", low)]
+    steps = [step.autocast(), step.with_low("this plan", plan.low_groups)]
     steps += [step.with_low(f"low_ratio={ratio:g}", _low_at(plan, ratio)) for ratio in ratios]
     known = tuple((layer, layer in paying) for layer in layers)
     return Prediction(gpu.name, costs.source, known, tuple(steps), len(plan.gemms) - len(layers))
