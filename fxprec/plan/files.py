@@ -7,6 +7,7 @@ import os
 import secrets
 import stat
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,7 +16,7 @@ from fxprec.config.operands import PRODUCTS
 from fxprec.errors import FxprecError, PlanError
 from fxprec.plan.entries import read_plan
 from fxprec.plan.reading import Entry
-from fxprec.plan.rows import Gemm, PeakBytes, SavedTensor, Site
+from fxprec.plan.rows import PeakBytes
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -56,48 +57,39 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         **({} if plan.lowering is None else {"lowering": _given(asdict(plan.lowering))}),
         "saved_bytes": None if plan.saved_bytes is None else asdict(plan.saved_bytes),
     }
-    sites = [_site(row, simulated=plan.storage == "simulate") for row in plan.sites]
-    gemms, groups = [_gemm(row) for row in plan.gemms], [_row(row) for row in plan.groups]
-    saved = {"saved": [_saved(row) for row in plan.saved]} if plan.saved else {}
-    return head | {"gemms": gemms, "groups": groups, "sites": sites} | saved
+    sites = [_row(row, ("why", "unread", "saved_as", "way")) for row in plan.sites]
+    for site in sites if plan.storage == "simulate" else ():
+        del site["reads"]
+    gemms = [_row(row, (*PRODUCTS, "operands_why")) for row in plan.gemms]
+    tables = {"gemms": gemms, "groups": [_row(row) for row in plan.groups], "sites": sites}
+    return head | tables | ({"saved": [_row(row, ("site", "on_host")) for row in plan.saved]} if plan.saved else {})
 
 
-def _row(row: DataclassInstance) -> dict[str, Any]:
-    return {key: _list(value) if isinstance(value, tuple) else value for key, value in asdict(row).items()}
+def _row(row: DataclassInstance, optional: Collection[str] = ()) -> dict[str, Any]:
+    """Return a row as data, without those of its ``optional`` fields that are None, False or empty."""
+    data = _with_lists(asdict(row)).items()
+    return {k: v for k, v in data if k not in optional or not (v is None or v is False or v in ("", []))}
+
+
+def _with_lists(value: Any) -> Any:
+    """Return data with lists in place of tuples, as a file that is read has them."""
+    if isinstance(value, dict):
+        return {key: _with_lists(item) for key, item in value.items()}
+    return [_with_lists(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def _peak(row: PeakBytes) -> dict[str, Any]:
     """Return the peak as data, without empty fields and without the fields for several graphs if there is one."""
-    alone = {"graphs", "beside"} if row.graphs == 1 else set()
-    empty = alone | {name for name in ("points", "compiled_live", "offloaded", "reserved") if not getattr(row, name)}
-    return {k: v for k, v in (_row(row) | {"points": [_row(p) for p in row.points]}).items() if k not in empty}
+    left_out = {"graphs", "beside"} if row.graphs == 1 else set()
+    left_out |= set() if row.reserved else {"reserved"}
+    data = _row(row, ("points", "compiled_live", "offloaded"))
+    return {key: value for key, value in data.items() if key not in left_out}
 
 
 def _given(data: dict[str, Any]) -> dict[str, Any]:
     """Return data without fields that are None or empty text."""
     found = {key: _given(value) if isinstance(value, dict) else value for key, value in data.items()}
     return {key: value for key, value in found.items() if value not in (None, "")}
-
-
-def _list(values: tuple[Any, ...]) -> list[Any]:
-    return [list(value) if isinstance(value, tuple) else value for value in values]
-
-
-def _gemm(row: Gemm) -> dict[str, Any]:
-    empty = {key for key in (*PRODUCTS, "operands_why") if not getattr(row, key)}
-    return {key: value for key, value in _row(row).items() if key not in empty}
-
-
-def _site(row: Site, *, simulated: bool) -> dict[str, Any]:
-    empty = {key for key in ("why", "unread", "saved_as", "way") if not getattr(row, key)}
-    left_out = ({"reads"} if simulated else set()) | empty
-    return {key: value for key, value in _row(row).items() if key not in left_out}
-
-
-def _saved(row: SavedTensor) -> dict[str, Any]:
-    empty = {"site"} if row.site is None else set()
-    empty |= set() if row.on_host else {"on_host"}
-    return {key: value for key, value in asdict(row).items() if key not in empty}
 
 
 def dumps(plan: Plan) -> str:
@@ -113,11 +105,6 @@ def _compact(value: object) -> str:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     return "[\n" + ",\n".join(f"  {_compact(row)}" for row in rows) + "\n ]" if rows else "[]"
-
-
-def save(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan file atomically. Raises `PlanError` if the path cannot be written."""
-    write(dumps(plan), path)
 
 
 def write(content: str, path: str | os.PathLike[str]) -> None:

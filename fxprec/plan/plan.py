@@ -224,7 +224,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan atomically; equal plans give equal bytes. Raises `PlanError`."""
-        files.save(self, path)
+        files.write(files.dumps(self), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
