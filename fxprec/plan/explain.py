@@ -29,7 +29,7 @@ def explain(plan: Plan, tensor: str) -> list[str]:
     Raises `PlanError` for a name that the plan does not have.
     """
     if not tensor:
-        return overview(plan)
+        return [one_line(line([plan])), *map(one_line, saved_tensor_lines(plan)), _MORE]
     for name in ("tensor", "module", "id"):
         found = [site for site in plan.sites if str(getattr(site, name)) == tensor]
         if found:
@@ -47,16 +47,7 @@ def explain(plan: Plan, tensor: str) -> list[str]:
     )
 
 
-def overview(plan: Plan) -> list[str]:
-    """Return lines on the tensors that a plan saves for backward, with format and bytes, then on each group."""
-    held = map(one_line, saved_tensor_lines(plan))
-    return [
-        one_line(line([plan])),
-        *held,
-        "for more: fxprec explain PLAN NAME, with a tensor, a module, lowering, peak_budget or step_budget as NAME",
-    ]
-
-
+_MORE = "for more: fxprec explain PLAN NAME, with a tensor, a module, lowering, peak_budget or step_budget as NAME"
 _NO_LOWERING = (
     "lowering: this plan records no choice of lowering='auto': it was made without compiling (fxprec dump), or "
     "lowering= is not 'auto'; after a training step save backend.plans[0], which has it"

@@ -45,9 +45,8 @@ class Layer:
         return sum(costs.product(*sizes, costs.bf16_flop_per_s, _HIGH) + costs.launch_s for sizes in self._sizes())
 
     def low_seconds(self, costs: Costs, *, backward: bool) -> float:
-        """Return the seconds of the layer's GEMMs with fp8 codes in forward, and if ``backward`` in backward."""
-        if self.flops or costs.fp8_flop_per_s is None or self.inner % _FP8_SIZES or self.columns % _FP8_SIZES:
-            return self.high_seconds(costs)
+        """Return the seconds of a layer where codes pay, multiplied in forward and, if ``backward``, in backward."""
+        assert costs.fp8_flop_per_s is not None, "codes pay"
         rates = [costs.fp8_flop_per_s, *[costs.fp8_flop_per_s if backward else costs.bf16_flop_per_s] * 2]
         operand = (1.0, *[1.0 if backward else float(_HIGH)] * 2)
         sizes = zip(self._sizes(), rates, operand, strict=True)
@@ -93,15 +92,15 @@ class Prediction:
     """Number of GEMMs that the plan does not describe well enough: products of activations."""
 
 
-def predict(plan: Plan, gpu: Gpu, ratios: Sequence[float] = (0.5,)) -> Prediction:
-    """Predict a step of the plan, and of plans with these shares of elements low. Sizes are those of the trace."""
+def predict(plan: Plan, gpu: Gpu) -> Prediction:
+    """Predict a step of the plan, and of a plan with half of the elements low. Sizes are those of the trace."""
     costs, layers = costs_of(gpu), list(layers_of(plan))
     paying = {layer for layer in layers if layer.pays(costs)}
     step = _Model(plan, costs, layers, paying)
-    steps = [step.autocast(), step.with_low("this plan", plan.low_groups)]
-    steps += [step.with_low(f"low_ratio={ratio:g}", _low_at(plan, ratio)) for ratio in ratios]
+    half = step.with_low("low_ratio=0.5", _low_at(plan, 0.5))
+    steps = (step.autocast(), step.with_low("this plan", plan.low_groups), half)
     known = tuple((layer, layer in paying) for layer in layers)
-    return Prediction(gpu.name, costs.source, known, tuple(steps), len(plan.gemms) - len(layers))
+    return Prediction(gpu.name, costs.source, known, steps, len(plan.gemms) - len(layers))
 
 
 def layers_of(plan: Plan) -> Iterator[Layer]:
