@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from fxprec.config.recipes import Recipe
 from fxprec.numerics.formats import Format
 from fxprec.plan import Group, Plan
 
 RATIOS = tuple(i / 10 for i in range(1, 11))
-KINDS = ("output", "param", "grad_output", "grad_param")
 # Mean of 1/x**2 over [1, 2) for log-uniform x; with it, a uniform error of variance ulp**2 / 12 becomes relative.
 _MEAN_INVERSE_SQUARE = 3 / (8 * math.log(2))
 
@@ -68,8 +67,8 @@ def rounding_error(fmt: Format) -> float:
 
 
 def _squares(recipe: Recipe, group: Group, *, low: bool) -> float:
-    counts = group.elements_by_kind
-    return math.fsum(getattr(counts, k) * rounding_error(recipe.format_of(k, low=low)) ** 2 for k in KINDS)
+    counts = asdict(group.elements_by_kind).items()
+    return math.fsum(n * rounding_error(recipe.format_of(kind, low=low)) ** 2 for kind, n in counts)
 
 
 def _saved(plan: Plan, *, low: bool) -> list[int | None]:
