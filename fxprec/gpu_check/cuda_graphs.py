@@ -14,7 +14,7 @@ from fxprec import compat
 from fxprec.compat import observed
 from fxprec.driver.interpreter import interpreted
 from fxprec.errors import ConfigError
-from fxprec.gpu_check.ground import Ground, require, same
+from fxprec.gpu_check.ground import Ground, present, require, same
 
 STEPS = 6
 
@@ -47,8 +47,7 @@ def check(ground: Ground) -> None:
         require(graphs.skips == 0, f"counters['inductor']['cudagraph_skips'] is {graphs.skips}")
         require(graphs.recorded > 0, "no CUDA graph was recorded")
         require(graphs.static[:1] == [graphs.parameters], f"{graphs.static[:1]} of {graphs.parameters} are static")
-        require(plain is not None, "the run without CUDA graphs failed")
-        assert plain is not None
+        plain = present(plain, "the run without CUDA graphs failed")
         same("losses", graphs.losses, plain.losses)
         ground.fact("CUDA graphs recorded", graphs.recorded)
         ground.fact("bytes held, with CUDA graphs and without", [graphs.held_bytes, plain.held_bytes])

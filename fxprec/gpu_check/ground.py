@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +16,8 @@ from fxprec.errors import GpuCheckError
 from fxprec.gpu_check.findings import Findings
 from fxprec.gpu_check.items import Mode
 from fxprec.numerics.formats import Format
+
+T = TypeVar("T")
 
 
 class NotHere(Exception):
@@ -34,6 +38,7 @@ class Ground:
     ) -> None:
         self.device, self.mode, self.findings = device, mode, findings
         self._save, self._seconds, self._start = save, seconds, time.monotonic()
+        self._asked, self._longest = math.inf, 0.0  # when `has_time` was asked last, the longest time between two calls
 
     @property
     def on_gpu(self) -> bool:
@@ -53,9 +58,12 @@ class Ground:
         """Seconds until the item's process is ended."""
         return self._seconds - (time.monotonic() - self._start)
 
-    def has_time(self, what: str, seconds: float) -> bool:
-        """Return whether 1.5 times ``seconds`` are left; if not, record that ``what`` is left out."""
-        if self.seconds_left < 1.5 * seconds:
+    def has_time(self, what: str) -> bool:
+        """Return whether 1.5 times the longest time between two calls is left; if not, record that ``what`` is not done."""
+        now = time.monotonic()
+        self._longest = max(self._longest, now - self._asked)
+        self._asked = now
+        if self.seconds_left < 1.5 * self._longest:
             self.leave_out(what, f"{self.seconds_left:.0f} s of the limit were left; give --limit a larger one")
             return False
         return True
@@ -104,6 +112,13 @@ def require(holds: bool, what: str) -> None:
     """Raise `GpuCheckError` with the message ``what`` unless ``holds``."""
     if not holds:
         raise GpuCheckError(what)
+
+
+def present(value: T | None, what: str) -> T:
+    """Return ``value``. Raise `GpuCheckError` with the message ``what`` if there is none."""
+    if value is None:
+        raise GpuCheckError(what)
+    return value
 
 
 def same(what: str, found: Tensor, wanted: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fxprec.compat.observed import scaled_mm
-from fxprec.gpu_check.ground import Ground, same, within
+from fxprec.gpu_check.ground import Ground, present, same, within
 from fxprec.gpu_check.samples import table_of
 from fxprec.numerics import ahead
 from fxprec.numerics.formats import parse
@@ -87,9 +87,7 @@ def _encoded(ground: Ground, first: str, second: str, sizes: tuple[int, int, int
 def _native(ground: Ground, first: str, second: str) -> None:
     """Multiply with and without bias, to float32 and bfloat16, with fast and with exact accumulation."""
     m, k, n = (512, 1024, 384) if ground.on_gpu else (48, 64, 32)
-    left, right = (parse(name).torch_dtype for name in (first, second))
-    assert left is not None
-    assert right is not None
+    left, right = (present(parse(name).torch_dtype, f"torch has no dtype for {name}") for name in (first, second))
     a, b = torch.randn(m, k).to(left), torch.randn(n, k).to(right)
     wide, size = a.double() @ b.double().t() / 8, a.double().abs() @ b.double().abs().t() / 8
     scale, one = (torch.tensor(v, device=ground.device) for v in (0.125, 1.0))

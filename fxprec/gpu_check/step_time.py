@@ -26,20 +26,17 @@ def check(ground: Ground) -> None:
     for autocast in (False, True):
         with ground.case(f"operator of attention {'under autocast' if autocast else 'in float32'}"):
             ground.fact(f"attention {'under autocast' if autocast else 'in float32'}", _operators(ground, autocast))
-    slowest = 0.0
     for side in SIDES:
         if side.startswith("torchao") and (why := _no_torchao(ground)):
             ground.leave_out(side, why)
             continue
-        if not ground.has_time(side, slowest):
+        if not ground.has_time(side):
             continue
-        start = time.monotonic()
         with ground.case(side):
             seconds, attention = _measured(ground, side)
             ground.fact(f"{side}: step, ms", round(seconds * 1e3, 3))
             if attention:
                 ground.fact(f"{side}: attention planned", attention)
-        slowest = max(slowest, time.monotonic() - start)
     ground.needs_gpu("how long a step takes: the times are a CPU's, uncompiled")
 
 
