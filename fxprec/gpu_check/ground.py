@@ -59,7 +59,7 @@ class Ground:
         return self._seconds - (time.monotonic() - self._start)
 
     def has_time(self, what: str) -> bool:
-        """Return whether 1.5 times the longest time between two calls is left; if not, record that ``what`` is not done."""
+        """Return whether 1.5 times the longest time between two calls is left, or record that ``what`` is left out."""
         now = time.monotonic()
         self._longest = max(self._longest, now - self._asked)
         self._asked = now
