@@ -147,40 +147,6 @@ def _text(name: str, arguments: str, doc: str, lines: list[str]) -> str:
     return f"@triton.jit\ndef {name}({arguments}):\n{body}"
 
 
-@cache
-def encoder(fmt: Format, *, keep: bool = False) -> Any:
-    """Return the function of `encoder_source`, to call in a kernel that takes it as a compile-time argument."""
-    return _loaded(*encoder_source(fmt, keep=keep))
-
-
-@cache
-def caster(fmt: Format, *, keep: bool = False) -> Any:
-    """Return the function of `caster_source`."""
-    return _loaded(*caster_source(fmt, keep=keep))
-
-
-@cache
-def decoder(fmt: Format) -> Any:
-    """Return the function of `decoder_source`."""
-    return _loaded(*decoder_source(fmt))
-
-
-@cache
-def rounder(fmt: Format) -> Any:
-    """Return the function of `rounder_source`."""
-    return _loaded(*rounder_source(fmt))
-
-
-@cache
-def bfloat16() -> Any:
-    """Return the function of `bfloat16_source`."""
-    return _loaded("as_bfloat16", bfloat16_source("as_bfloat16"))
-
-
-def _loaded(name: str, source: str) -> Any:
-    return compat.load_kernel(IMPORTS + source, name)
-
-
 POWER = '''@triton.jit
 def power(exponent):
     """2.0 ** exponent as float32, exactly, of an int32 in -126 to 127."""
@@ -188,7 +154,18 @@ def power(exponent):
 '''
 
 
-@cache
-def power() -> Any:
-    """Return the function of `POWER`."""
-    return _loaded("power", POWER)
+def _loader(source: Callable[..., tuple[str, str]]) -> Callable[..., Any]:
+    """Return a function that loads what ``source`` prints, for a kernel that takes it as a compile-time argument."""
+
+    @cache
+    def loaded(*args: Any, **options: Any) -> Any:
+        name, text = source(*args, **options)
+        return compat.load_kernel(IMPORTS + text, name)
+
+    return loaded
+
+
+encoder, caster = _loader(encoder_source), _loader(caster_source)
+decoder, rounder = _loader(decoder_source), _loader(rounder_source)
+bfloat16 = _loader(lambda: ("as_bfloat16", bfloat16_source("as_bfloat16")))
+power = _loader(lambda: ("power", POWER))
