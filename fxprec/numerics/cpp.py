@@ -91,7 +91,7 @@ def printed() -> str:
         function("nearest_finite", {"x": "float"}, lambda x, row, code: codec.nearest_finite(x, row)),
         function("codes", {"x": "float"}, codec.codes, "int32_t"),
         function("numbers", {"code": "int"}, codec.numbers),
-        _stored(),
+        "struct Stored { int32_t code; float value; };\n" + function("stored", {"x": "float"}, codec.stored, "Stored"),
     )
     struct = f"// The meaning of each is in fxprec/numerics/rows.py.\nstruct Format {{\n{fields}}};\n"
     return "\n".join((PRELUDE, struct, "namespace {", *functions, "}  // namespace\n"))
@@ -103,15 +103,7 @@ def with_codec(text: str) -> str:
     return text.replace(MARK, source())
 
 
-def _inputs(own: Mapping[str, Kind]) -> dict[str, Kind]:
-    return {**own, **dict.fromkeys(_FIELDS, "int_scalar")}
-
-
 _NAMES: Mapping[str, Name] = {name: Name(f"f.{name}", f"float_of(f.{name})") for name in _FIELDS}
-
-
-def _rows(fields: tuple[Tensor, ...]) -> tuple[FormatRow[Any], CodeRow[Any]]:
-    return FormatRow(0, *fields[: len(_FORMAT)]), CodeRow(*fields[len(_FORMAT) :])
 
 
 def function(
@@ -119,20 +111,14 @@ def function(
 ) -> str:
     """Print ``text(*own, row, code)`` as a C++ function; a pair is returned as a struct ``result`` of its values."""
 
-    def run(*values: Tensor) -> dict[str, Tensor]:
-        found = text(*values[: len(own)], *_rows(values[len(own) :]))
-        return {f"v{i}": x for i, x in enumerate(found if isinstance(found, tuple) else (found,))}
+    def run(*values: Tensor) -> Tensor | tuple[Tensor, ...]:
+        fields = values[len(own) :]
+        row = FormatRow(0, *fields[: len(_FORMAT)])
+        return text(*values[: len(own)], row, CodeRow(*fields[len(_FORMAT) :]))
 
-    lines, outputs = statements(trace(run, _inputs(own)), CPP, _NAMES)
+    lines, outputs = statements(trace(run, {**own, **dict.fromkeys(_FIELDS, "int_scalar")}), CPP, _NAMES)
     values = ", ".join(outputs.values())
     lines.append(f"return {{{values}}};" if len(outputs) > 1 else f"return {values};")
     body = "".join(f"  {line}\n" for line in lines)
     arguments = "".join(f"{'float' if kind == 'float' else 'int32_t'} {name}, " for name, kind in own.items())
     return f"FXPREC_INLINE {result} {name}({arguments}const Format& f) {{\n{body}}}\n"
-
-
-def _stored() -> str:
-    """Return the function that gives a number's code and its value; the compiler drops the one that is not used."""
-    return "struct Stored { int32_t code; float value; };\n" + function(
-        "stored", {"x": "float"}, codec.stored, "Stored"
-    )

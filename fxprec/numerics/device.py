@@ -122,23 +122,15 @@ def by_table_source(name: str) -> str:
     loads = [f"{field} = tl.load(entry + {FormatRow._fields.index(field)})" for field in used]
     names = {"magic": Name("magic", "magic.to(tl.float32, bitcast=True)")}
 
-    def run(x: Tensor, *columns: Tensor) -> dict[str, Tensor]:
-        return {"found": codec.nearest(x, FormatRow(0, *columns))}
-
     kinds: dict[str, Kind] = {"x": "float", **dict.fromkeys(fields, "int_scalar")}
-    lines, outputs = statements(trace(run, kinds), TRITON, names)
+    lines, outputs = statements(trace(lambda x, *row: codec.nearest(x, FormatRow(0, *row)), kinds), TRITON, names)
     doc = "Nearest even in the format that a row of the scale table holds; NaN stays."
-    return _text(name, "x, entry", doc, [*loads, *lines, f"return {outputs['found']}"])
+    return _text(name, "x, entry", doc, [*loads, *lines, f"return {outputs['v0']}"])
 
 
 def function(name: str, own: Mapping[str, Kind], doc: str, text: Callable[..., Tensor | tuple[Tensor, ...]]) -> str:
     """Print ``text(*own)`` as a Triton function with the same results."""
-
-    def run(*values: Tensor) -> dict[str, Tensor]:
-        found = text(*values)
-        return {f"v{i}": x for i, x in enumerate(found if isinstance(found, tuple) else (found,))}
-
-    lines, outputs = statements(trace(run, own), TRITON)
+    lines, outputs = statements(trace(text, own), TRITON)
     return _text(name, ", ".join(own), doc, [*lines, f"return {', '.join(outputs.values())}"])
 
 

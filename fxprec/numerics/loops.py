@@ -42,10 +42,10 @@ def loop_function(direction: Direction, fmt: Format, floats: str, ints: str) -> 
     encodes = direction == "encode"
     kind: Kind = "float" if encodes else "int"
 
-    def run(x: Tensor) -> dict[str, Tensor]:
-        return {"found": codec.folded_codes(x, fmt) if encodes else codec.numbers(x, format_row(fmt), code_row(fmt))}
+    def run(x: Tensor) -> Tensor:
+        return codec.folded_codes(x, fmt) if encodes else codec.numbers(x, format_row(fmt), code_row(fmt))
 
     lines, outputs = statements(trace(run, {"x": kind}), LOOPS)
     helpers = _OF_NUMBERS if floats == "float" else _OF_VECTORS
-    body = " ".join((f"using F = {floats}; using I = {ints}; {helpers}", *lines, f"return {outputs['found']};"))
+    body = " ".join((f"using F = {floats}; using I = {ints}; {helpers}", *lines, f"return {outputs['v0']};"))
     return f"[]({floats if encodes else ints} x) {{ {body} }}"

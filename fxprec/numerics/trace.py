@@ -24,12 +24,17 @@ class Traced:
     outputs: Mapping[str, Node]
 
 
-def trace(function: Callable[..., Mapping[str, Tensor]], inputs: Mapping[str, Kind]) -> Traced:
-    """Trace ``function(*inputs)``, which returns its results by name."""
+Results: TypeAlias = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
+
+
+def trace(function: Callable[..., Results], inputs: Mapping[str, Kind]) -> Traced:
+    """Trace ``function(*inputs)``, which returns its results by name, or one or several results without names."""
     names: list[str] = []
 
     def run(*values: Tensor) -> list[Tensor]:
         found = function(*values)
+        if not isinstance(found, Mapping):
+            found = {f"v{i}": x for i, x in enumerate(found if isinstance(found, tuple) else (found,))}
         names[:] = found
         return list(found.values())
 
