@@ -101,15 +101,8 @@ def encode(
         return encode_blocks(x, fmt, rounding, generator)
     with torch.no_grad():
         random = _random(x, generator) if rounding == "stochastic" else None
-        rows = (format_row(fmt), code_row(fmt))
-        out = empty_like(x, fmt.code_dtype) if _is_large(x) else None
-        return _run(
-            _nearest_codes if rounding == "nearest" else _encode_kernel(rounding),
-            (x, random),
-            rows,
-            out,
-            fmt.code_dtype,
-        )
+        kernel = _nearest_codes if rounding == "nearest" else _encode_kernel(rounding)
+        return _run(kernel, x, random, fmt, fmt.code_dtype)
 
 
 def decode(code: torch.Tensor | BlockCodes, fmt: AnyFormat | str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -134,8 +127,7 @@ def decode(code: torch.Tensor | BlockCodes, fmt: AnyFormat | str, dtype: torch.d
         if not _CARRIERS[dtype].contains(fmt):
             raise FormatError(f"{dtype} cannot hold every number of {fmt.name}; decode to torch.float32")
     carrier = torch.float32 if dtype == torch.float64 else dtype
-    out = empty_like(code, carrier) if _is_large(code) else None
-    return _run(_decode_kernel, (code, None), (format_row(fmt), code_row(fmt)), out, carrier).to(dtype)
+    return _run(_decode_kernel, code, None, fmt, carrier).to(dtype)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -164,9 +156,7 @@ def _quantize(
         return result if out is None else out.copy_(result)
     with torch.no_grad():
         random = _random(x, generator) if rounding == "stochastic" else None
-        if out is None and _is_large(x):
-            out = empty_like(x, x.dtype)
-        return _run(_QUANTIZE_KERNELS[rounding], (x, random), (format_row(fmt), code_row(fmt)), out, x.dtype)
+        return _run(_QUANTIZE_KERNELS[rounding], x, random, fmt, x.dtype, out)
 
 
 def _random(x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
@@ -219,21 +209,21 @@ def _decode_kernel(code: torch.Tensor, random: torch.Tensor | None, rows: _Rows)
 
 def _run(
     kernel: _Kernel,
-    tensors: tuple[torch.Tensor, torch.Tensor | None],
-    rows: _Rows,
-    out: torch.Tensor | None,
+    x: torch.Tensor,
+    random: torch.Tensor | None,
+    fmt: Format,
     dtype: torch.dtype,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run the compiled kernel into ``out`` if the tensor is large, otherwise run op by op."""
-    x, random = tensors
-    if out is not None and kernel not in _FAILED and _is_large(x) and _run_compiled(kernel, x, random, rows, out):
-        return out
-    result = _as_dtype(kernel(x, random, rows), dtype)
+    """Run the compiled kernel if the tensor is large, otherwise run op by op; into ``out``, or a new tensor."""
+    rows = format_row(fmt), code_row(fmt)
+    if _is_large(x) and kernel not in _FAILED:
+        into = empty_like(x, dtype) if out is None else out
+        if _run_compiled(kernel, x, random, rows, into):
+            return into
+    result = kernel(x, random, rows)
+    result = result.view(dtype) if dtype == torch.uint32 else result.to(dtype)
     return result if out is None else out.copy_(result)
-
-
-def _as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.view(dtype) if dtype == torch.uint32 else x.to(dtype)
 
 
 def _is_large(x: torch.Tensor) -> bool:
