@@ -29,16 +29,13 @@ def empty_huge(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _advised(new: torch.Tensor) -> torch.Tensor:
+    """Advise the system to use huge pages. If it refuses (none are configured), only time is lost."""
     size = new.numel() * new.element_size()
     if new.device.type == "cpu" and size >= 2 * _HUGE_PAGE and (libc := _libc()) is not None:
-        _advise(libc, new.data_ptr(), size)
+        address = new.data_ptr()
+        start = -(-address // _PAGE) * _PAGE
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size - (start - address)), _MADV_HUGEPAGE)
     return new
-
-
-def _advise(libc: ctypes.CDLL, address: int, size: int) -> None:
-    """Advise the system to use huge pages. If it refuses (none are configured), only time is lost."""
-    start = -(-address // _PAGE) * _PAGE
-    libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size - (start - address)), _MADV_HUGEPAGE)
 
 
 @cache
