@@ -119,6 +119,12 @@ def writing(place: object, what: str = "folder") -> Iterator[None]:
         raise ConfigError(f"{place}: cannot be written: {error.strerror or error}; choose a writable {what}") from None
 
 
+def first_line(error: BaseException) -> str:
+    """Return ``Type: message``, with the first line of the message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest known word, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1)

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fxprec.errors import GpuCheckError
+from fxprec.errors import GpuCheckError, first_line
 from fxprec.gpu_check.findings import Findings
 from fxprec.gpu_check.items import Mode
 from fxprec.numerics.formats import Format
@@ -80,7 +80,7 @@ class Ground:
         except NotHere as why:
             self.leave_out(name, str(why))
         except Exception as error:  # whatever torch, Triton or a check raises
-            self.findings.fail(name, one_line(error), traceback.format_exc(limit=-12))
+            self.findings.fail(name, first_line(error).removeprefix("GpuCheckError: "), traceback.format_exc(limit=-12))
         else:
             self.findings.passed.append(name)
         self.findings.case = ""
@@ -100,12 +100,6 @@ class Ground:
         if not self.on_gpu:
             self.leave_out(what, "needs a GPU")
         return self.on_gpu
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error's type and the first line of its message; for fxprec's own errors only the message."""
-    text = " ".join(str(error).strip().splitlines()[:1])
-    return text if isinstance(error, GpuCheckError) else f"{type(error).__name__}: {text}"
 
 
 def require(holds: bool, what: str) -> None:

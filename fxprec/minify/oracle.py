@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fxprec.config import Config
-from fxprec.errors import ConfigError
-from fxprec.testing.case import STEPS, Case, Compiled, Tensors, first_line
+from fxprec.errors import ConfigError, first_line
+from fxprec.testing.case import STEPS, Case, Compiled, Tensors
 from fxprec.testing.measure import Measured, measure
 
 # A tensor with a larger error in float32 is rounding noise, such as the gradient of a bias before a batch norm.

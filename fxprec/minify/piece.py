@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from fxprec.driver.capture import Captured
-from fxprec.errors import ConfigError
-from fxprec.testing.case import Case, first_line
+from fxprec.errors import ConfigError, first_line
+from fxprec.testing.case import Case
 
 
 @dataclass(frozen=True)

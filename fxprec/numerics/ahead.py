@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fxprec import compat
+from fxprec.errors import first_line
 
 ARCHITECTURES = (80, 89, 90, 100)
 # Bytes of shared memory that a block can have (CUDA programming guide, compute capabilities).
@@ -75,7 +76,7 @@ def why_not_generated(source: str, name: str, parameters: Sequence[tuple[str, st
     try:
         compile_generated(source, name, parameters, num_warps, compat.current_architecture())
     except Exception as error:  # the compiler's own types differ by version
-        return f"it does not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return f"it does not compile: {first_line(error)}"
     return None
 
 

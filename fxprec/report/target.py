@@ -24,7 +24,7 @@ from fxprec.compat import (
     tree_map_only,
     users_line,
 )
-from fxprec.errors import ConfigError, FxprecError, did_you_mean
+from fxprec.errors import ConfigError, FxprecError, did_you_mean, first_line
 from fxprec.report.dump_folder import DumpFolder
 
 Factory = Callable[..., Any]
@@ -153,7 +153,5 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 
 def line_of(error: BaseException) -> str:
     """Return an error in one line, with the user's line that raised; Dynamo's errors are replaced by their causes."""
-    cause, place = cause_of(error), users_line(error)
-    lines = str(cause).strip().splitlines()
-    said = f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__
+    said, place = first_line(cause_of(error)), users_line(error)
     return f"{said} ({place})" if place else said

@@ -17,7 +17,7 @@ from fxprec.compat import keystr, tree_flatten_with_path, tree_leaves, tree_map_
 from fxprec.config import Config
 from fxprec.config.processor import PORTABLE
 from fxprec.driver.backend import Backend
-from fxprec.errors import ConfigError, FxprecError, ReferenceRunError
+from fxprec.errors import ConfigError, FxprecError, ReferenceRunError, first_line
 from fxprec.report.safetensors import bytes_of
 
 Loss = Callable[[Any], Tensor]
@@ -175,12 +175,6 @@ def quiet() -> Iterator[None]:
     with untraced(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
         yield
-
-
-def first_line(error: BaseException) -> str:
-    """Return ``Type: message``, with the first line of the message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _is_float(value: object) -> bool:
