@@ -65,7 +65,8 @@ def run_demo(options: DemoOptions, console: Console) -> list[Outcome]:
     recipes = options.chosen_recipes()
     if options.threads < 1:
         raise ConfigError(f"--threads is {options.threads}; give at least 1")
-    _need_cxx_compiler()
+    if compat.cxx_compiler() is None:  # before anything is loaded or written
+        raise LoweringError(compat.NO_CXX_COMPILER)
     tasks = options.chosen_tasks()
     outcomes = []
     with _threads(options.threads), _open_log(options.out) as log, _progress(console) as progress:
@@ -82,23 +83,10 @@ def run_demo(options: DemoOptions, console: Console) -> list[Outcome]:
     return outcomes
 
 
-class Log:
-    """A log of JSON lines: ``{"kind": "step", "model": "digits", "recipe": "fp8", "step": 10, "loss": 0.71}``."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-
-    def write(self, kind: str, task: str, recipe: str, **values: object) -> None:
-        """Write one line."""
-        line = {"kind": kind, "model": task, "recipe": recipe} | values
-        self._stream.write(json.dumps(line, default=str) + "\n")
-        self._stream.flush()
-
-
 class Show:
-    """The display while training, and what the log records of it."""
+    """The display while training, and the log, whose lines are JSON: ``{"kind": "step", "model": "digits", ...}``."""
 
-    def __init__(self, log: Log, progress: Progress) -> None:
+    def __init__(self, log: IO[str], progress: Progress) -> None:
         self._log, self._progress = log, progress
         self._told: set[str] = set()
 
@@ -106,18 +94,20 @@ class Show:
         """Show that training of a task with a recipe begins."""
         self._task, self._recipe = task, recipe
         self._bar = self._progress.add_task(f"{task.name:6} {recipe:5}", total=task.steps, note="compiling")
-        self._log.write("start", task.name, recipe, **settings, torch=torch.__version__)
+        self._write("start", **settings, torch=torch.__version__)
 
     def step(self, step: int, loss: float) -> None:
         """Show a step's loss; log every ``LOG_EVERY``-th."""
         self._progress.update(self._bar, completed=step, note=f"loss {loss:.3f}")
         if step % LOG_EVERY == 0 or step in (1, self._task.steps):
-            self._log.write("step", self._task.name, self._recipe, step=step, loss=loss)
+            self._write("step", step=step, loss=loss)
 
     def finish(self, outcome: Outcome) -> None:
         """Print one line per run. A warning is shown once, but logged for each run."""
         self._progress.remove_task(self._bar)
-        _log_outcome(outcome, self._log)
+        for event in outcome.events:
+            self._write("event", event=asdict(event))
+        self._write("result", **result_of(outcome))
         for notice in outcome.notices:
             if notice not in self._told:
                 self._progress.console.print(f"note: {notice}", markup=False, soft_wrap=True)
@@ -127,11 +117,10 @@ class Show:
             f"compiled in {outcome.compile_seconds:.1f} s, {outcome.steps} steps in {outcome.train_seconds:.1f} s"
         )
 
-
-def _log_outcome(outcome: Outcome, log: Log) -> None:
-    for event in outcome.events:
-        log.write("event", outcome.task, outcome.recipe, event=asdict(event))
-    log.write("result", outcome.task, outcome.recipe, **result_of(outcome))
+    def _write(self, kind: str, **values: object) -> None:
+        line = {"kind": kind, "model": self._task.name, "recipe": self._recipe} | values
+        self._log.write(json.dumps(line, default=str) + "\n")
+        self._log.flush()
 
 
 def result_of(outcome: Outcome) -> dict[str, Any]:
@@ -147,13 +136,11 @@ def _save_plans(outcome: Outcome, out: Path) -> None:
         plan.save(out / f"{outcome.task}-{outcome.recipe}{suffix}.plan.json")
 
 
-@contextmanager
-def _open_log(out: Path) -> Iterator[Log]:
+def _open_log(out: Path) -> IO[str]:
+    """Create the folder and open the log in it. Raises `ConfigError` if it cannot be written."""
     with writing(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
-        stream = (out / "log.jsonl").open("w", encoding="utf-8")
-    with stream:
-        yield Log(stream)
+        return (out / "log.jsonl").open("w", encoding="utf-8")
 
 
 @contextmanager
@@ -166,8 +153,7 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
+def _progress(console: Console) -> Progress:
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -176,14 +162,7 @@ def _progress(console: Console) -> Iterator[Progress]:
         TextColumn("{task.fields[note]}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield progress
-
-
-def _need_cxx_compiler() -> None:
-    """Raise an error before anything is loaded or written if Inductor has no C++ compiler for CPU kernels."""
-    if compat.cxx_compiler() is None:
-        raise LoweringError(compat.NO_CXX_COMPILER)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _check(option: str, name: str, known: Mapping[str, object]) -> None:
