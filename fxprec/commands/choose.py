@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from fxprec.commands.output import AsJson, print_json, teller
+from fxprec.commands.output import AsJson, given, print_json, teller
 from fxprec.errors import ConfigError
 
 
@@ -30,11 +30,10 @@ def choose(
     from fxprec.diagnosis.choose import choose as run_trials
     from fxprec.report.target import called, find_factory
 
-    options: dict[str, Any] = {"recipe": recipe, "policy": policy} | ({"storage": storage} if storage else {})
     train = find_factory(target)
     found = run_trials(
         lambda backend, seed: called(train, target, backend, seed),
-        options=options,
+        options={"recipe": recipe, "policy": policy} | given(storage=storage),
         ratios=_numbers(ratios) if ratios else RATIOS,
         seeds=seeds,
         tolerance=tolerance,

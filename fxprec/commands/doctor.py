@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fxprec.commands.output import MAX_SEED, AsJson, modules, names, print_json, teller
+from fxprec.commands.output import MAX_SEED, AsJson, given, modules, names, print_json, teller
 from fxprec.errors import ConfigError
 
 
@@ -37,13 +37,8 @@ def doctor(
     from fxprec.diagnosis.doctor import doctor as examine
     from fxprec.report.target import called, find_factory
 
-    options: dict[str, Any] = {"recipe": recipe}
-    options |= {"storage": storage} if storage else {}
-    options |= {} if low_ratio is None else {"low_ratio": low_ratio}
-    options |= {"plan": plan} if plan else {}
-    options |= {"keep_high": modules(keep_high)} if keep_high else {}
-    options |= {"formats": names(formats)} if formats else {}
-    options |= {} if tolerance is None else {"tolerance": tolerance}
+    options = {"recipe": recipe} | given(storage=storage, low_ratio=low_ratio, plan=plan, tolerance=tolerance)
+    options |= given(keep_high=keep_high and modules(keep_high), formats=formats and names(formats))
     factory, tell = find_factory(target), teller(as_json=as_json)
     torch.manual_seed(seed)
     model, batch, loss = _made(called(factory, target), target)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fxprec.commands.output import AsJson, modules, names, print_json
+from fxprec.commands.output import AsJson, given, modules, names, print_json
 from fxprec.errors import ConfigError, writing
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ def fits(
         if size is not None and size < 1:
             raise ConfigError(f"--{name} is {size}; give it 1 or more")
     own = {"states": states, "max_norm": max_norm, "norm": norm, "gradients": gradients}
-    options: dict[str, Any] = {"recipe": recipe, "keep_high": modules(keep_high)}
-    options |= {"ways": names(ways)} if ways else {}
+    options = {"recipe": recipe, "keep_high": modules(keep_high)} | given(ways=ways and names(ways))
     question = Question(find_factory(target), target, budget, _maker(optimizer, momentum, own), options)
     first = question.answer(batch, sequence)
     tried: dict[str, list[Answer]] = {}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fxprec.commands.output import MAX_SEED, AsJson, print_json
+from fxprec.commands.output import MAX_SEED, AsJson, given, print_json
 from fxprec.errors import ConfigError, FxprecError, FxprecWarning, writing
 
 if TYPE_CHECKING:
@@ -44,9 +44,8 @@ def minify(
     if top < 1:
         raise ConfigError(f"--top is {top}; give at least 1")
     # Promotion would remove the error after the first step.
-    options: dict[str, Any] = {"recipe": recipe, "policy": policy, "lowering": lowering, "promote_above": None}
-    options |= {"storage": storage} if storage else {}
-    options |= {} if low_ratio is None else {"low_ratio": low_ratio}
+    options = {"recipe": recipe, "policy": policy, "lowering": lowering, "promote_above": None}
+    options |= given(storage=storage, low_ratio=low_ratio)
     config = Config.from_options(options)
     if not Settings.of(config).rounds_anything:
         raise ConfigError(f"recipe {recipe!r} holds everything in float32, so it adds no error; choose 'fp8'")

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from typing import Annotated, Literal, TextIO
+from typing import Annotated, Any, Literal, TextIO
 
 import typer
 
@@ -50,6 +50,11 @@ def teller(*, as_json: bool) -> Callable[[str], None]:
         print(f"[{time.perf_counter() - start:5.1f} s] {line}", flush=True, file=stream)
 
     return tell
+
+
+def given(**options: object) -> dict[str, Any]:
+    """Return the options that were given: neither None nor ""."""
+    return {name: value for name, value in options.items() if value not in (None, "")}
 
 
 def names(text: str) -> tuple[str, ...]:
