@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fxprec.report.compare_text import first_of, where
+from fxprec.report.history import thinned
 from fxprec.report.html import framed
 from fxprec.report.result import plain
 from fxprec.report.runs import HALVES, Track
@@ -55,8 +56,7 @@ def _half(found: Comparison, half: Any) -> dict[str, Any]:
 
 
 def _tensor(pair: Pair, keep: int) -> dict[str, Any]:
-    at = range(len(pair.steps))
-    chosen = at if len(at) <= keep else [round(i * (len(at) - 1) / (keep - 1)) for i in range(keep)]
+    chosen = thinned(range(len(pair.steps)), keep)
     steps = [pair.steps[i] for i in chosen]
     return pair.to_dict() | {
         "steps": steps,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fxprec.plan.reading import count, exponent, fields_of, integer, number, or_one_of
 from fxprec.report.load import json_lines
@@ -13,6 +13,7 @@ from fxprec.report.load import json_lines
 FILE = "stats.jsonl"
 MAX_POINTS = 40_000  # for all rows together: about 1.5 MB in the page
 _LONGEST = 200  # points of one row
+T = TypeVar("T")
 
 
 def read_history(path: Path, sites: int) -> list[dict[str, Any]]:
@@ -25,7 +26,7 @@ def read_history(path: Path, sites: int) -> list[dict[str, Any]]:
     for row in rows_of(path, sites):
         found.setdefault(row["row"], []).append(row)
     keep = max(8, min(_LONGEST, MAX_POINTS // max(len(found), 1)))
-    return [_series(row, _thinned(lines, keep)) for row, lines in sorted(found.items())]
+    return [_series(row, thinned(lines, keep)) for row, lines in sorted(found.items())]
 
 
 def rows_of(path: Path, sites: int) -> Iterator[dict[str, Any]]:
@@ -37,13 +38,14 @@ def rows_of(path: Path, sites: int) -> Iterator[dict[str, Any]]:
         yield {"scale_exponent": None} | row | ({"underflow_ratio": math.nan} if row["underflow_ratio"] is None else {})
 
 
-def _thinned(rows: list[dict[str, Any]], keep: int) -> list[dict[str, Any]]:
+def thinned(rows: Sequence[T], keep: int) -> Sequence[T]:
+    """Return at most ``keep`` rows, evenly spread, the first and the last among them."""
     if len(rows) <= keep:
         return rows
     return [rows[round(i * (len(rows) - 1) / (keep - 1))] for i in range(keep)]
 
 
-def _series(row: int, lines: list[dict[str, Any]]) -> dict[str, Any]:
+def _series(row: int, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     scales = [line["scale_exponent"] for line in lines]
     return {
         "row": row,

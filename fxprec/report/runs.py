@@ -106,7 +106,7 @@ class Run:
     @classmethod
     def of(cls, name: str, plans: Mapping[str, Plan], series: Mapping[str, Series], folders: Mapping[str, Path]) -> Run:
         """Combine plans and statistics with the tensors dumped in the folders, by graph name."""
-        tracks = {graph: _tracks(graph, plan, series.get(graph, {})) for graph, plan in plans.items()}
+        tracks = {graph: _tracks(graph, plan, series[graph]) for graph, plan in plans.items()}
         for graph, folder in folders.items():
             _add_dumps(tracks[graph], graph, folder)
         return cls(name, plans, tracks)
@@ -115,7 +115,7 @@ class Run:
 def _series(file: Path, plan: Plan) -> Series:
     found: dict[int, dict[int, Point]] = {}
     first: dict[int, int] = {}  # the row of a site's first cast
-    for row in rows_of(file, len(plan.sites)) if file.is_file() else ():
+    for row in rows_of(file, len(plan.sites)):
         if first.setdefault(row["site"], row["row"]) == row["row"]:
             point = (row["amax"], row["overflow_ratio"], row["underflow_ratio"])
             found.setdefault(row["site"], {})[row["step"]] = point
@@ -123,30 +123,26 @@ def _series(file: Path, plan: Plan) -> Series:
 
 
 def _tracks(graph: str, plan: Plan, series: Series) -> list[Track]:
-    return [_of_site(graph, site, series.get(site.id, {})) for site in plan.sites]
-
-
-def _of_site(graph: str, s: Site, points: Mapping[int, Point]) -> Track:
-    return Track(graph, s.tensor, s.kind, s.module, s.source, s.stored_as, (s.order[1], 0), True, points)
+    return [
+        Track(graph, s.tensor, s.kind, s.module, s.source, s.stored_as, (s.order[1], 0), True, series.get(s.id, {}))
+        for s in plan.sites
+    ]
 
 
 def _add_dumps(tracks: list[Track], graph: str, folder: Path) -> None:
     known = {(t.tensor, t.kind): t for t in tracks}
     before: dict[str, tuple[int, int]] = {}  # by half: the position of the previous line
-    for row in read_tensors(folder) if folder.is_dir() else ():
+    for row in read_tensors(folder):
         track = known.get((row["tensor"], row["kind"]))
         last, count = before.get(row["half"], (-(2**31), 0))
         if track is None:
-            track = _of_line(graph, row, (last, count + 1))
+            place = (row[name] for name in ("tensor", "kind", "module", "source", "dtype"))
+            track = Track(graph, *place, (last, count + 1), False)
             known[row["tensor"], row["kind"]] = track
             tracks.append(track)
         before[row["half"]] = track.position
         name = f"{row['tensor']}:{row['kind']}"
         track.dumps[row["step"]] = Dump(row["hash"], row["norm"], row["amax"], folder, row["file"], name)
-
-
-def _of_line(graph: str, row: Mapping[str, Any], position: tuple[int, int]) -> Track:
-    return Track(graph, row["tensor"], row["kind"], row["module"], row["source"], row["dtype"], position, False)
 
 
 def pairs(a: Sequence[Track], b: Sequence[Track]) -> Iterator[tuple[Track, Track]]:
