@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import count
 
 from fxprec import compat
 from fxprec.passes import pipeline
@@ -19,9 +19,27 @@ def run_passes(work: Work, dump: GraphDump | None) -> list[PassReport]:
 
     Raises `ConfigError` if the dump cannot be written.
     """
+    passes = pipeline.pipeline_for(work.settings)
     if (dump is None or not dump.looks_on) and not compat.traces_artifacts():
-        return pipeline.run(work, pipeline.pipeline_for(work.settings))
-    return _Watch(dump).run(work)
+        return pipeline.run(work, passes)
+    numbers = count()
+
+    def tell(name: str, changed: dict[str, tuple[int, int]]) -> None:
+        number = f"{next(numbers):02}-{name}"
+        text = graph_text(work, number, changed)
+        compat.trace_artifact(f"fxprec_{number}", "string", text)
+        if dump is not None:
+            dump.write_text(number, text)
+
+    def after(report: PassReport, work: Work) -> None:
+        tell(report.name, report.changed)
+        if dump is not None:
+            dump.draw(work)
+
+    if dump is not None:
+        dump.start()
+    tell("joint", {})
+    return pipeline.run(work, passes, after)
 
 
 def write_plan(plan: Plan, dump: GraphDump | None) -> None:
@@ -32,28 +50,3 @@ def write_plan(plan: Plan, dump: GraphDump | None) -> None:
     compat.trace_artifact("fxprec_plan", "json", dumps(plan))
     if dump is not None:
         dump.finish(plan)
-
-
-@dataclass
-class _Watch:
-    dump: GraphDump | None
-    texts: int = 0
-
-    def run(self, work: Work) -> list[PassReport]:
-        if self.dump is not None:
-            self.dump.start()
-        self.tell("joint", work, {})
-        return pipeline.run(work, pipeline.pipeline_for(work.settings), self.after)
-
-    def after(self, report: PassReport, work: Work) -> None:
-        self.tell(report.name, work, report.changed)
-        if self.dump is not None:
-            self.dump.draw(work)
-
-    def tell(self, name: str, work: Work, changed: dict[str, tuple[int, int]]) -> None:
-        number = f"{self.texts:02}-{name}"
-        self.texts += 1
-        text = graph_text(work, number, changed)
-        compat.trace_artifact(f"fxprec_{number}", "string", text)
-        if self.dump is not None:
-            self.dump.write_text(number, text)
