@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from fxprec.diagnosis.adjoint import Sensitivity, combined, sensitivities
-from fxprec.diagnosis.lab import Cast, Lab, exact
+from fxprec.diagnosis.lab import Cast, Lab, Read, exact
 from fxprec.diagnosis.reasons import reason
-from fxprec.diagnosis.rounding import Round, as_cast, bias_of, lost, stored_format, to_format
+from fxprec.diagnosis.rounding import as_cast, bias_of, lost, stored_format, to_format
 from fxprec.diagnosis.rows import Check, Cost, GemmRow, GroupRow, Row
 from fxprec.diagnosis.substitutes import SUBSTITUTES
 from fxprec.diagnosis.weights import Gradients
@@ -65,7 +65,7 @@ class Examined:
         return found
 
     @property
-    def as_planned(self) -> Round:
+    def as_planned(self) -> Read:
         """The function that reads copies as the plan stores them."""
         return as_cast(self.lab.table)
 
@@ -105,7 +105,7 @@ class Examined:
         """Return a module's name in the user's model."""
         return "" if f"{module}." == self.prefix else module.removeprefix(self.prefix)
 
-    def _cost(self, casts: Sequence[Cast], fmt: AnyFormat, read: Round) -> Cost:
+    def _cost(self, casts: Sequence[Cast], fmt: AnyFormat, read: Read) -> Cost:
         """Return what one tensor costs: the losses of its worst cast, and the damage of all its casts."""
         damages, progress, losses = dict[object, float](), 0.0, []
         for cast in casts:

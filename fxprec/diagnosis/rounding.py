@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from fxprec.diagnosis.lab import Cast
+from fxprec.diagnosis.lab import Cast, Read
 from fxprec.driver.rounding_bias import cast_bias
 from fxprec.ir.symbolic import CARRIED, DEQUANTIZE, QUANTIZE, TENSOR_SCALE, Dequantize, is_in_blocks
 from fxprec.numerics.bias import Bias
@@ -18,8 +17,6 @@ from fxprec.numerics.blocks import AnyFormat, BlockFormat, find
 from fxprec.numerics.rounding import COMPILE_ABOVE, quantize
 from fxprec.numerics.rows import format_row
 from fxprec.numerics.stats import count
-
-Round = Callable[[Cast, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -63,15 +60,14 @@ def _range(x: Tensor, read: Tensor, fmt: AnyFormat) -> tuple[float, float, float
     return over, under, amax
 
 
-def rounded(x: Tensor, fmt: str) -> Tensor:
-    """Return float32 ``x`` rounded to a format, in pieces that need no compiled kernel."""
-    if x.numel() <= COMPILE_ABOVE:
+def rounded(x: Tensor, fmt: AnyFormat) -> Tensor:
+    """Return float32 ``x`` rounded to a format; in pieces, except for blocks, so that no kernel is compiled."""
+    if isinstance(fmt, BlockFormat) or x.numel() <= COMPILE_ABOVE:
         return quantize(x, fmt)
-    flat = x.reshape(-1)
-    return torch.cat([quantize(piece, fmt) for piece in flat.split(COMPILE_ABOVE)]).view_as(x)
+    return torch.cat([quantize(piece, fmt) for piece in x.reshape(-1).split(COMPILE_ABOVE)]).view_as(x)
 
 
-def to_format(fmt: str) -> Round:
+def to_format(fmt: str) -> Read:
     """Return a reader of copies in a format; it keeps the signs that the pass keep-signs would keep."""
     known = find(fmt)
     nearest = 0.0 if isinstance(known, BlockFormat) else known.smallest_subnormal
@@ -82,12 +78,12 @@ def to_format(fmt: str) -> Round:
             wide = torch.where(wide > 0, wide.clamp_min(nearest), wide)
         if cast.keeps_below:
             wide = torch.where(wide < 0, wide.clamp_max(-nearest), wide)
-        return rounded(wide, fmt).to(x.dtype)
+        return rounded(wide, known).to(x.dtype)
 
     return read
 
 
-def as_cast(table: Tensor) -> Round:
+def as_cast(table: Tensor) -> Read:
     """Return a reader of copies as the graph stores and reads them, with its scale table and its faults."""
 
     def read(cast: Cast, x: Tensor) -> Tensor:

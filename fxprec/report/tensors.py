@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fxprec.numerics.blocks import BlockFormat, find
 from fxprec.numerics.codec import lost
-from fxprec.numerics.rounding import COMPILE_ABOVE, quantize
+from fxprec.numerics.rounding import quantize
 from fxprec.numerics.rows import MAGNITUDE, format_row
 from fxprec.plan.reading import Entry, count, each, exponent, fields_of, finite, number, or_one_of, text
 from fxprec.report import safetensors
@@ -95,8 +95,7 @@ def _lost(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Return which elements overflow and which underflow; in a block format none overflow, since the scale adapts."""
     fmt = find(name)
     if isinstance(fmt, BlockFormat):
-        pieces = x.reshape(-1).split(COMPILE_ABOVE)  # a multiple of every block
-        read = torch.cat([quantize(piece, fmt) for piece in pieces]).view_as(x) if x.numel() else x
+        read = quantize(x, fmt)
         return torch.zeros_like(x, dtype=torch.bool), (read == 0) & (x != 0)
     return lost(x.contiguous().view(torch.int32) & MAGNITUDE, format_row(fmt))
 
