@@ -56,49 +56,31 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
-    "Accumulator": "config.accumulator",
-    "Backend": "driver.backend",
-    "backend_of": "driver.named",
-    "Choice": "diagnosis.choose",
-    "choose": "diagnosis.choose",
-    "compare": "diagnosis.compare",
-    "Config": "config",
-    "Diagnosis": "diagnosis.diagnosis",
-    "doctor": "diagnosis.doctor",
-    "GradScaling": "config.grad_scaling",
-    "log_to": "integrations.log_to",
-    "LossScaling": "config.grad_scaling",
-    "Operands": "config.operands",
-    "Recipe": "config.recipes",
-    "Plan": "plan",
-    "Event": "runtime.events",
-    "BlockCodes": "numerics.block_rounding",
-    "BlockFormat": "numerics.blocks",
-    "Format": "numerics.formats",
-    "quantize": "numerics.rounding",
-    "encode": "numerics.rounding",
-    "decode": "numerics.rounding",
-    **dict.fromkeys(
-        (
-            "FxprecError",
-            "FxprecWarning",
-            "BudgetError",
-            "ConfigError",
-            "DoubleBackwardError",
-            "FallbackError",
-            "FormatError",
-            "GoldenError",
-            "GradientError",
-            "LoweringError",
-            "ModifiedInPlaceError",
-            "NonfiniteError",
-            "NumericsError",
-            "PassError",
-            "PlanError",
-            "ReferenceRunError",
-        ),
-        "errors",
-    ),
+    name: module
+    for module, names in {
+        "config": "Config",
+        "config.accumulator": "Accumulator",
+        "config.grad_scaling": "GradScaling LossScaling",
+        "config.operands": "Operands",
+        "config.recipes": "Recipe",
+        "diagnosis.choose": "Choice choose",
+        "diagnosis.compare": "compare",
+        "diagnosis.diagnosis": "Diagnosis",
+        "diagnosis.doctor": "doctor",
+        "driver.backend": "Backend",
+        "driver.named": "backend_of",
+        "errors": "BudgetError ConfigError DoubleBackwardError FallbackError FormatError FxprecError FxprecWarning "
+        "GoldenError GradientError LoweringError ModifiedInPlaceError NonfiniteError NumericsError PassError PlanError "
+        "ReferenceRunError",
+        "integrations.log_to": "log_to",
+        "numerics.block_rounding": "BlockCodes",
+        "numerics.blocks": "BlockFormat",
+        "numerics.formats": "Format",
+        "numerics.rounding": "decode encode quantize",
+        "plan": "Plan",
+        "runtime.events": "Event",
+    }.items()
+    for name in names.split()
 }
 _MODULES = ("aps", "arith", "formats", "optim", "testing")
 
