@@ -53,13 +53,6 @@ class Live:
         subject = Subject.of(getattr(given, "_orig_mod", given), args, loss)
         return cls(backend, subject.name, lambda: _left_as_it_was(subject, given, backend))
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options that it was compiled with, without those that equal the default."""
-        config, plain = self.backend.config, Config()
-        given = {f.name: getattr(config, f.name) for f in fields(config)}
-        return {name: value for name, value in given.items() if value != getattr(plain, name)}
-
     def own_options(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the backend's options and those of the diagnosis. Raises `ConfigError` for other options."""
         if options is not None and not isinstance(options, Mapping):
@@ -70,7 +63,7 @@ class Live:
                 f"{foreign[0]!r} is not an option for a running backend, whose own options stay in force; give it "
                 f"{', '.join(OWN)}, or examine the module itself"
             )
-        return {**self.options, **(options or {})}
+        return {**_options_of(self.backend), **(options or {})}
 
     def record(self) -> tuple[float, Recorder]:
         """Run the step; return the loss, NaN if the step returned none, and the recording. Raises `ConfigError`."""
@@ -87,7 +80,14 @@ def not_trained_yet(model: object, options: object) -> tuple[object, Any]:
     backend = find_backend(model)
     if backend is None or not (options is None or isinstance(options, Mapping)):
         return model, options
-    return getattr(model, "_orig_mod", model), {**Live(backend, "", int).options, **(options or {})}
+    return getattr(model, "_orig_mod", model), {**_options_of(backend), **(options or {})}
+
+
+def _options_of(backend: Backend) -> dict[str, Any]:
+    """Return the options that a backend was made with, without those that equal the default."""
+    plain = Config()
+    given = {f.name: getattr(backend.config, f.name) for f in fields(plain)}
+    return {name: value for name, value in given.items() if value != getattr(plain, name)}
 
 
 def _number(value: object) -> float:
