@@ -20,7 +20,7 @@ import fxprec
 import fxprec.driver.graph
 import fxprec.driver.joint_compilation
 from fxprec import Plan, cli
-from fxprec.kernels.host import WAIT_OFFLOAD
+from fxprec.kernels.host import WaitOffload
 from fxprec.passes import choose_crossings
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.replay.loops import Loops
@@ -98,7 +98,7 @@ def watched(patch: pytest.MonkeyPatch) -> list[int]:
 
     def watch(plan: Plan, forward: Graph, num_outputs: int, inputs: Any) -> Plan:
         found[:] = [
-            n.meta["val"].nbytes for n in results_of(forward)[num_outputs:] if getattr(n, "target", 0) is WAIT_OFFLOAD
+            n.meta["val"].nbytes for n in results_of(forward)[num_outputs:] if getattr(n, "target", 0) is WaitOffload.target
         ]
         return of(plan, forward, num_outputs, inputs)
 

@@ -33,7 +33,7 @@ from benchmarks.gpu.attention import choose_as_on_gpu
 from fxprec.compat import copied
 from fxprec.config import Settings
 from fxprec.config.processor import Processor
-from fxprec.kernels.host import RELOAD
+from fxprec.kernels.host import Reload
 from fxprec.passes import narrow_gemms
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Gpu
@@ -103,7 +103,7 @@ def moved_to_cuda(gm: GraphModule) -> GraphModule:
     for node in gm.graph.nodes:
         if str(node.kwargs.get("device")) == "cpu":
             node.kwargs = {**node.kwargs, "device": CUDA}
-        if node.op == "placeholder" and not any(user.target is RELOAD and user.args[0] is node for user in node.users):
+        if node.op == "placeholder" and not any(user.target is Reload.target and user.args[0] is node for user in node.users):
             node.meta["val"] = _on_cuda(node.meta["val"], mode)
     gm.recompile()
     propagate(gm)

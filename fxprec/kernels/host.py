@@ -52,8 +52,5 @@ class WaitReload(Call, op="wait_reload", fake=lambda call: _alias(call.x), retur
     x: Shown
 
 
-OFFLOAD = Offload.target
-WAIT_OFFLOAD = WaitOffload.target
-RELOAD = Reload.target
-IN_PLACE_ORDER = frozenset({OFFLOAD, WAIT_OFFLOAD, RELOAD})
+IN_PLACE_ORDER = frozenset({Offload.target, WaitOffload.target, Reload.target})
 """Copies and waits that must stay at their place in the plan: the next kernel comes after them."""

@@ -23,7 +23,7 @@ from benchmarks.gpu.absent import inductor_code, lowered_halves, pretend
 from fxprec import Backend, Config, Plan, compat
 from fxprec.driver.half_compilation import in_saving_order
 from fxprec.driver.memory import CompiledPeak, PlainHalf
-from fxprec.kernels.host import IN_PLACE_ORDER, OFFLOAD, RELOAD
+from fxprec.kernels.host import IN_PLACE_ORDER, Offload, Reload
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION", "ignore:weigh-gemms", "ignore:storage=")
 
@@ -72,7 +72,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, lowering: str, **options: Any) -> 
 
 
 def moved_bytes(half: torch.fx.GraphModule) -> int:
-    hosts = [n.meta["val"] for n in half.graph.find_nodes(op="call_function", target=OFFLOAD)]
+    hosts = [n.meta["val"] for n in half.graph.find_nodes(op="call_function", target=Offload.target)]
     assert all(host.device.type == "cpu" for host in hosts)
     return sum(host.nbytes for host in hosts)
 
@@ -133,7 +133,7 @@ def test_copies_run_beside_kernels_and_are_waited_for_before_memory_is_freed_or_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = compiled(monkeypatch, "inductor", peak_budget="66%", ways=("narrow", "offload"))
-    for node in found.halves[1].graph.find_nodes(op="call_function", target=RELOAD):
+    for node in found.halves[1].graph.find_nodes(op="call_function", target=Reload.target):
         host = node.args[0]
         assert (host.op, host.meta["val"].device.type, node.meta["val"].device.type) == ("placeholder", "cpu", "cuda")
         assert list(host.users) == [node]

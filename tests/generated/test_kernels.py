@@ -184,7 +184,7 @@ def test_statistics_are_those_of_the_reference(scaled, storage) -> None:
         gm = traced(lambda x, table: QUANTIZE(x * 1.5, table, 0, FORMAT, storage), x, table)
         own, lowered = generated(gm, watched=[0], scaled=scaled)
         assert lowered.rows == (0,)
-        found, wanted = map(finished, (run(own, x, table)[1], symbolic.COUNTS(x * 1.5, table, 0, FORMAT)))
+        found, wanted = map(finished, (run(own, x, table)[1], symbolic.Count.target(x * 1.5, table, 0, FORMAT)))
         assert_bits_equal(found[:3], wanted[:3])
         assert torch.allclose(found[3:], wanted[3:], rtol=2e-5)
         assert min(wanted[:2]) > 0, "something over- and underflows"

@@ -14,13 +14,13 @@ NAME = "insert-observers"
 
 def observed(model: nn.Module, *args: torch.Tensor):
     ran = run_pass(NAME, model, *args, policy="exact", low_ratio=0.5)
-    return ran, {n.args[2]: n for n in ran.nodes(symbolic.OBSERVE)}
+    return ran, {n.args[2]: n for n in ran.nodes(symbolic.Observe.target)}
 
 
 def test_each_value_with_a_gradient_is_observed_in_backward() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     ran, by_id = observed(model, torch.randn(5, 4))
-    assert ran.halves(symbolic.OBSERVE) == (0, len(by_id))
+    assert ran.halves(symbolic.Observe.target) == (0, len(by_id))
     names = {t.id: t for t in ran.work.grouped.tensors}
     found = {(names[i].kind, names[i].module) for i in by_id}
     assert found >= {("param", "0"), ("param", "2"), ("output", "1")}

@@ -103,7 +103,7 @@ def test_expanded_statistics_equal_the_reference(name, storage, scale_exp):
     fmt = parse(name)
     x, rows = torch.randn(5000) * fmt.largest**0.5, table(fmt, scale_exp)
     x[:50] = torch.tensor(fmt.smallest_subnormal / 3) / 2**scale_exp
-    got = expanded(symbolic.COUNTS, x, rows, 1, name, scaled=scale_exp != 0)
+    got = expanded(symbolic.Count.target, x, rows, 1, name, scaled=scale_exp != 0)
     wanted = reference_stats(x * 2.0**scale_exp, fmt)
     amax = float(x.abs().max())
     basic = [wanted.overflow / 5000, wanted.underflow / 5000, amax]
@@ -119,12 +119,12 @@ def test_counts_by_rows_add_up_to_those_of_the_whole(shape, measured):
     x[:40], x[40:50], x[-3] = 1e-9, 0.0, math.inf
     rows = table(fmt, 3, carried=1, measure=True)
     whole = x.view(6, 7, 300).transpose(0, 2)  # not in order: counted as one
-    wanted = expanded(symbolic.COUNTS, whole, rows, 1, "e5m2", measured=measured)
-    found = expanded(symbolic.COUNTS, x.view(shape), rows, 1, "e5m2", measured=measured)
+    wanted = expanded(symbolic.Count.target, whole, rows, 1, "e5m2", measured=measured)
+    found = expanded(symbolic.Count.target, x.view(shape), rows, 1, "e5m2", measured=measured)
     assert found.tolist() == pytest.approx(wanted.tolist(), rel=1e-6)
     assert found[1] == 40
     x[70] = math.nan
-    assert expanded(symbolic.COUNTS, x.view(shape), rows, 1, "e5m2", measured=measured)[2].isnan()
+    assert expanded(symbolic.Count.target, x.view(shape), rows, 1, "e5m2", measured=measured)[2].isnan()
 
 
 def on_a_gpu(function, *args: torch.Tensor, mode: str = "real") -> GraphModule:
@@ -205,12 +205,12 @@ def test_moments_are_those_of_the_gradient_without_its_scale(magnitude):
     rows = table(parse("1-5-2"), 7, carried, measure=True)
     given = x * 2.0**carried
     _, kernel = casts.ROUND(given, rows, 1, "1-5-2", "packed", False)
-    reference = symbolic.COUNTS(given, rows, 1, "1-5-2")
+    reference = symbolic.Count.target(given, rows, 1, "1-5-2")
     for stats in map(finished, (kernel, reference)):
         assert stats[2].item() == float(x.abs().max())
         assert stats[3:].tolist() == pytest.approx(wanted, rel=2e-5, abs=2e-5)
     if 1e-12 < magnitude < 1e3:  # a compiled graph measures what it stores, near 1 once scaled
-        code = expanded(symbolic.COUNTS, given, rows, 1, "1-5-2", measured=True)
+        code = expanded(symbolic.Count.target, given, rows, 1, "1-5-2", measured=True)
         assert finished(code).tolist() == pytest.approx(finished(kernel).tolist(), rel=2e-4, abs=2e-4 * magnitude)
 
 
@@ -219,7 +219,7 @@ def test_moments_are_returned_where_compiled_in_and_asked_for(measured):
     """A graph that measures in each step tells of it in those that are to measure: refreshes keep their interval."""
     x = torch.randn(4000)
     asked, unasked = (table(parse("1-5-2"), 3, 1, measure=m) for m in (True, False))
-    found = [expanded(symbolic.COUNTS, x, rows, 1, "1-5-2", measured=measured) for rows in (asked, unasked)]
+    found = [expanded(symbolic.Count.target, x, rows, 1, "1-5-2", measured=measured) for rows in (asked, unasked)]
     assert torch.equal(found[0][:4], found[1][:4])
     assert torch.equal(found[0][8:], found[1][8:])
     assert finished(found[1])[3:].tolist() == list(UNMEASURED)
@@ -230,7 +230,7 @@ def test_moments_are_returned_where_compiled_in_and_asked_for(measured):
 def test_moments_of_equal_values(fill):
     rows = table(parse("1-5-2"), 0, measure=True)
     x = torch.full((4000,), fill)
-    for counts in (casts.ROUND(x, rows, 1, "1-5-2", "packed", False)[1], symbolic.COUNTS(x, rows, 1, "1-5-2")):
+    for counts in (casts.ROUND(x, rows, 1, "1-5-2", "packed", False)[1], symbolic.Count.target(x, rows, 1, "1-5-2")):
         stats = finished(counts)
         assert stats[3:].tolist() == pytest.approx(
             [fill, float(fill > 0), math.log(fill) if fill else 0, 0.0], abs=2e-5

@@ -11,7 +11,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import fxprec.runtime.gemm.ops
 import fxprec.runtime.reference_ops  # noqa: F401
-from fxprec.ir.symbolic import COUNTS, KEEP_NONFINITE, QUANTIZE, Count, Quantize
+from fxprec.ir.symbolic import KEEP_NONFINITE, QUANTIZE, Count, Quantize
 from fxprec.kernels.layout import SideBySide
 from fxprec.passes.lowering.expand import is_short
 from fxprec.passes.lowering.pieces import cast_in_pieces
@@ -38,7 +38,7 @@ def joined(case: str = "") -> tuple[GraphModule, list[Node]]:
     cat = call(aten.cat.default, (pieces, 1 if case == "another dimension" else -1))
     x = cat if case in ("unshaped", "another dimension") else call(aten.view.default, (cat, [10, 10]))
     q = call(QUANTIZE, (x, table, 0, "e5m2_sat", "native"))
-    count = call(COUNTS, (x, table, 0, "e5m2_sat"))
+    count = call(Count.target, (x, table, 0, "e5m2_sat"))
     results = [q] if case == "rounded alone" else [call(KEEP_NONFINITE, (q, x))]
     if case == "a bias":
         results.append(call(aten.sum.dim_IntList, (x, [0])))
