@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from fxprec.numerics.blocks import find
 from fxprec.numerics.formats import parse
-from fxprec.plan import Gemm, Plan, Site
+from fxprec.plan import Plan, Site
 from fxprec.plan.explain import lowering_lines, reasons
 from fxprec.plan.rows import LIVE
 from fxprec.report.curve import Point, by_group, by_ratio
 from fxprec.report.drawing import Drawing, DrawnNode
-from fxprec.report.flops import GemmCost
 
 _WIDTH = {"bfloat16": 16, "float16": 16}
 
 
-@dataclass
-class _Texts:
-    """Assigns a number to each different text."""
-
-    known: dict[str, int] = field(default_factory=dict)
-
-    def __call__(self, text: str) -> int:
-        return self.known.setdefault(text, len(self.known))
+Texts: TypeAlias = Callable[[str], int]
+"""Returns the number of a text in the list of all texts."""
 
 
 def page_data(plan: Plan, title: str, drawing: Drawing | None, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return everything that the page shows of a plan; numbers in table rows index ``texts``."""
-    texts = _Texts()
-    row = _Gemms(plan, drawing, texts).row
+    known: dict[str, int] = {}
+
+    def texts(text: str) -> int:
+        return known.setdefault(text, len(known))
+
     points = by_group(plan, None if drawing is None else drawing.damage)
     data = {
         "title": title,
@@ -56,13 +50,13 @@ def page_data(plan: Plan, title: str, drawing: Drawing | None, history: Sequence
         ],
         "curve": [_point(p) for p in points],
         "ratios": [_point(p) for p in by_ratio(points)],
-        "gemms": [row(g) for g in plan.gemms],
+        "gemms": _gemms(plan, drawing, texts),
         "sites": [_site(plan, s, texts) for s in plan.sites],
         "nodes": None if drawing is None else [_node(n, texts) for n in drawing.nodes],
         "edges": [] if drawing is None else [i for edge in drawing.edges for i in edge],
         "history": list(history),
     }
-    return data | {"texts": list(texts.known)}
+    return data | {"texts": list(known)}
 
 
 def _peak(plan: Plan) -> dict[str, Any] | None:
@@ -106,43 +100,31 @@ def _point(point: Point) -> list[float | None]:
     return [point.groups, round(point.reached, 6), point.saved_bytes, float(f"{point.error:.4g}"), damage]
 
 
-def _site(plan: Plan, s: Site, texts: _Texts) -> list[Any]:
+def _site(plan: Plan, s: Site, texts: Texts) -> list[Any]:
     where = [texts(t) for t in (s.tensor, s.kind, s.module, s.source, s.shape)]
     why = texts("\n".join(reasons(plan, s)))
     return [*where, s.group, texts(s.stored_as), s.promoted_at, s.elements, why, texts(s.reads)]
 
 
-def _node(n: DrawnNode, texts: _Texts) -> list[Any]:
+def _node(n: DrawnNode, texts: Texts) -> list[Any]:
     where = [texts(t) for t in (n.name, n.op, n.module, n.source, n.value)]
     return [*where, n.group, int(n.backward), n.elements, int(n.saved), list(n.sites)]
 
 
-@dataclass(frozen=True)
-class _Gemms:
-    """Rows of the GEMM table."""
-
-    plan: Plan
-    drawing: Drawing | None
-    texts: _Texts
-
-    @cached_property
-    def bits(self) -> Mapping[str, int]:
-        """Return the bits per element of each stored tensor, by name."""
-        drawn = () if self.drawing is None else self.drawing.nodes
-        stored = {s.tensor: parse(s.format).bits for s in self.plan.sites if s.kind in ("output", "param")}
-        return {n.name: _WIDTH.get(n.value.partition(" ")[0], 32) for n in drawn} | stored
-
-    def row(self, gemm: Gemm) -> list[Any]:
-        cost = None if self.drawing is None else self.drawing.gemms[gemm.id]
-        names = [self.texts(t) for t in (gemm.node, gemm.op, gemm.module)]
-        flops = None if cost is None else cost.flops
-        between = (gemm.group_before, gemm.group_after)
-        return [*names, flops, *self._bytes(gemm, cost), gemm.pays, self.texts(gemm.why), *between]
-
-    def _bytes(self, gemm: Gemm, cost: GemmCost | None) -> list[int | None]:
-        """Return the bytes of operands and result: all in bf16, and as planned."""
-        if cost is None or self.drawing is None:
-            return [None, None]
-        read = [(self.drawing.nodes[i].name, n) for i, n in cost.operands]
-        planned = sum(self.bits.get(name, 32) * n for name, n in [*read, (gemm.node, cost.result)])
-        return [2 * (sum(n for _, n in read) + cost.result), planned // 8]
+def _gemms(plan: Plan, drawing: Drawing | None, texts: Texts) -> list[list[Any]]:
+    """Return the rows of the GEMM table. Bytes of operands and result are given twice: all in bf16, and as planned."""
+    nodes = () if drawing is None else drawing.nodes
+    bits = {n.name: _WIDTH.get(n.value.partition(" ")[0], 32) for n in nodes}
+    bits |= {s.tensor: parse(s.format).bits for s in plan.sites if s.kind in ("output", "param")}
+    rows = []
+    for gemm in plan.gemms:
+        cost = None if drawing is None else drawing.gemms[gemm.id]
+        numbers: list[int | None] = [None, None, None]
+        if cost is not None:
+            sizes = [*((nodes[i].name, n) for i, n in cost.operands), (gemm.node, cost.result)]
+            planned = sum(bits.get(name, 32) * n for name, n in sizes) // 8
+            numbers = [cost.flops, 2 * sum(n for _, n in sizes), planned]
+        names = [texts(t) for t in (gemm.node, gemm.op, gemm.module)]
+        answer = [gemm.pays, texts(gemm.why), gemm.group_before, gemm.group_after]
+        rows.append([*names, *numbers, *answer])
+    return rows
