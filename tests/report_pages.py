@@ -7,8 +7,7 @@ from typing import Any
 
 from fxprec.config.recipes import FP8
 from fxprec.plan import ByteCount, Gemm, Group, KindCounts, Plan, Site
-from fxprec.report.drawing import Drawing, DrawnNode
-from fxprec.report.flops import GemmCost
+from fxprec.report.drawing import Drawing, DrawnNode, GemmCost
 
 ELEMENTS = 3_145_728  # of every tensor
 SHAPE = "8 x 512 x 768"

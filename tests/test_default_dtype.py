@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 # Where left out, the dtype (and the memory behind it) is the user's default.
 FACTORIES = {"empty", "zeros", "ones", "full", "rand", "randn", "linspace", "eye", "tensor", "scalar_tensor"}
-IN_USERS_DTYPE = {"fxprec/demo/models.py", "fxprec/demo/tasks.py", "fxprec/report/flops.py"}  # models and their data
+IN_USERS_DTYPE = {"fxprec/demo/models.py", "fxprec/demo/tasks.py"}  # models and their data
 
 ALONE = "fxprec/gpu_check/"  # its processes are its own: nobody sets a default there
 

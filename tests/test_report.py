@@ -19,8 +19,7 @@ from fxprec.errors import PlanError
 from fxprec.numerics import formats
 from fxprec.plan import Group, KindCounts
 from fxprec.report.curve import by_group, by_ratio, rounding_error
-from fxprec.report.drawing import Drawing
-from fxprec.report.flops import cost_of
+from fxprec.report.drawing import Drawing, cost_of
 from fxprec.report.history import read_history
 from fxprec.report.html import report_html
 from tests.helpers import compiled, eager_backend

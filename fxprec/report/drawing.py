@@ -13,13 +13,14 @@ from torch.fx import Node
 
 from fxprec.errors import PlanError
 from fxprec.ir.symbolic import QUANTIZE, Quantize
-from fxprec.passes.analysis.joint import numel_hint, shape_text, value
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.joint import factors_of, numel_hint, shape_text, value
 from fxprec.passes.analysis.operators import module_of, source_of
+from fxprec.passes.analysis.replay.kernels import flops_of
 from fxprec.passes.base import Work
 from fxprec.passes.pass_report import target_text
 from fxprec.plan import Plan
 from fxprec.plan.reading import Entry, finite
-from fxprec.report.flops import GemmCost, cost_of
 
 SCHEMA = 1
 FILE = "graph.json"
@@ -43,6 +44,18 @@ class DrawnNode:
     """Whether the node is a counted forward tensor that backward reads."""
     sites: tuple[int, ...]
     """Sites of the plan that store this value; a gradient has a site for each value that it is the gradient of."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemmCost:
+    """Cost of one forward GEMM."""
+
+    flops: int
+    """Operations, two per multiply-add."""
+    operands: tuple[tuple[int, int], ...]
+    """For each operand, the position of its node in the drawing and the elements read."""
+    result: int
+    """Elements written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +199,25 @@ class _Walk:
         for tensor in self.grouped.tensors:
             total[tensor.group] += self.work.damage.get(tensor.id, 0.0)
         return tuple(total)
+
+
+def cost_of(node: Node, index: Mapping[Node, int]) -> GemmCost:
+    """Return the cost of a GEMM node. Its operands are looked up in ``index``, behind casts and views."""
+    operands = []
+    for factor in factors_of(node):
+        val = value(factor)
+        if val is not None:
+            operands.append((index[_stored(factor, index)], numel_hint(val)))
+    results = [n for n in (node, *node.users) if value(n) is not None]
+    result = value(results[0]) if results else None
+    return GemmCost(int(flops_of(node)), tuple(operands), 0 if result is None else numel_hint(result))
+
+
+def _stored(node: Node, index: Mapping[Node, int]) -> Node:
+    """Follow casts and views back to the node that made the value."""
+    while (node.target in ops.VIEWS or node not in index) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _checked(data: Mapping[str, Any], plan: Plan) -> Drawing:
