@@ -75,11 +75,10 @@ def _gpu() -> str:
     import torch
 
     from fxprec.gpu_check import machine
+    from fxprec.gpu_check.report import shown_gpu
 
     if torch.version.cuda is None:
         return "none: this torch was built without CUDA"
     if not torch.cuda.is_available():
         return "none found"
-    found = machine.gpu(torch.device("cuda", torch.cuda.current_device()))
-    size = found["memory_bytes"] / 2**30
-    return f"{found['gpus']} x {found['name']}, sm_{found['sm']}, {size:.0f} GiB, driver {found['driver']}"
+    return shown_gpu(machine.gpu(torch.device("cuda", torch.cuda.current_device())))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -101,8 +101,7 @@ class Report:
         gpu = self.machine.get("gpu")
         where = "without a GPU (--dry)" if self.dry else "GPU unknown: item 'machine' did not say"
         if gpu:
-            size, mig = gpu["memory_bytes"] / 2**30, ", MIG" if gpu["mig"] else ""
-            where = f"{gpu['gpus']} x {gpu['name']}, sm_{gpu['sm']}, {size:.0f} GiB{mig}, driver {gpu['driver']}"
+            where = shown_gpu(gpu)
         return [f"fxprec gpu-check: {where}", "  ".join(f"{name} {value}" for name, value in versions.items())]
 
     def line(self, item: Item) -> str:
@@ -128,6 +127,12 @@ class Report:
             if one.item != "machine"
             for name, value in one.facts.items()
         ]
+
+
+def shown_gpu(gpu: Mapping[str, Any]) -> str:
+    """Return the facts of `machine.gpu` in one line."""
+    size, mig = gpu["memory_bytes"] / 2**30, ", MIG" if gpu["mig"] else ""
+    return f"{gpu['gpus']} x {gpu['name']}, sm_{gpu['sm']}, {size:.0f} GiB{mig}, driver {gpu['driver']}"
 
 
 def _counted(found: Findings) -> str:
