@@ -20,20 +20,15 @@ if TYPE_CHECKING:
     from fxprec.testing.training import Batches, Curve, MakeOptimizer, TargetLoss
 
 
-def load(node: pytest.Item, *, update: bool, records: list[dict[str, Any]], claims: dict[Path, str]) -> Numerics:
-    """Import torch, hiding the warnings about its own deprecated uses, and return the fixture of one test."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        import fxprec.testing.check  # noqa: F401
-    return Numerics(node, update=update, records=records, claims=claims)
-
-
 class Numerics:
     """Checks of one test. Golden files are in a folder named after the test module, as with pytest-regressions."""
 
     def __init__(
         self, node: pytest.Item, *, update: bool, records: list[dict[str, Any]], claims: dict[Path, str]
     ) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of torch, about uses of its own
+            import fxprec.testing.check  # noqa: F401
         self._node, self._update, self._records, self._claims = node, update, records, claims
         self._count = 0
 

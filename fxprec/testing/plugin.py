@@ -32,12 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def numerics(request: pytest.FixtureRequest) -> Numerics:
     """Check a model's numerics: ``numerics.check(factory, inputs, options={...})``."""
-    from fxprec.testing.fixture import load
+    from fxprec.testing.fixture import Numerics
 
     records: list[dict[str, Any]] = []
     request.node.stash[_records] = records
     claims = request.config.stash.setdefault(_claims, {})
-    return load(request.node, update=request.config.getoption("--numerics-update"), records=records, claims=claims)
+    return Numerics(request.node, update=request.config.getoption("--numerics-update"), records=records, claims=claims)
 
 
 @pytest.hookimpl(wrapper=True)
