@@ -19,6 +19,8 @@ from fxprec import cli
 from fxprec.driver.fits import TRIALS, Answer, Question, largest_batch
 from fxprec.plan import PeakBytes, Plan
 from fxprec.plan.rows import WholeStep
+from fxprec.report.plan_taker import PlanTaker
+from fxprec.report.target import plan_under_fakes
 from fxprec.report.whole_step import HELD, at_the_peak, picture
 
 WIDTH, LAYERS, BATCH = 256, 4, 64
@@ -253,6 +255,7 @@ def test_the_command_says_no_and_why_as_json() -> None:
             "t.py:make --gpu 1GiB --optimizer moon",
             "--optimizer moon is unknown; give adamw, lion, muon or",
         ),
+        ("t.py:make --gpu 1GiB --momentum 0.9", "--momentum is of sgd, and --optimizer is adamw; leave --momentum out"),
         ("t.py:make --gpu 1GiB --states int4", "unknown states of group 0 'int4'"),
         ("t.py:make --gpu 1GiB --max-norm 0", "max_norm of group 0 is 0.0, out of range; give it a number above 0"),
         ("t.py:frozen --gpu 1GiB", "no parameter requires a gradient"),
@@ -264,3 +267,13 @@ def test_a_mistake_is_one_line(arguments: str, said: str, capsys: pytest.Capture
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+def test_a_plan_alone_is_taken_while_torch_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under TORCH_TRACE the texts of passes were written to a folder that nobody had made."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fxprec.compat.traces_artifacts", lambda: True)
+    taker, config = PlanTaker(), fxprec.Config(recipe="fp8", lowering="eager")
+    backend = fxprec.Backend(config, dump=taker)
+    plan_under_fakes(lambda: (nn.Linear(8, 8), torch.ones(2, 8)), backend, "model.py:make", taker)
+    assert (len(taker.plans), list(tmp_path.iterdir())) == (1, [])

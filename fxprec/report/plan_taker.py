@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fxprec.passes.base import Work
 from fxprec.plan import Plan
 from fxprec.report.dump_folder import DumpFolder
 from fxprec.report.folder import GraphDump, Planned
@@ -35,12 +34,6 @@ class _Taken(GraphDump):
     @property
     def looks_on(self) -> bool:
         return False
-
-    def start(self) -> None:
-        pass
-
-    def draw(self, work: Work) -> None:
-        pass
 
     def finish(self, plan: Plan) -> None:
         self._taker.plans.append(plan)

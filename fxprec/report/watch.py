@@ -20,7 +20,8 @@ def run_passes(work: Work, dump: GraphDump | None) -> list[PassReport]:
     Raises `ConfigError` if the dump cannot be written.
     """
     passes = pipeline.pipeline_for(work.settings)
-    if (dump is None or not dump.looks_on) and not compat.traces_artifacts():
+    dump = dump if dump is not None and dump.looks_on else None
+    if dump is None and not compat.traces_artifacts():
         return pipeline.run(work, passes)
     numbers = count()
 
