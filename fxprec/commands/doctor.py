@@ -16,7 +16,7 @@ def doctor(
         str,
         typer.Argument(help="path/file.py:factory or module:callable; returns (model, batch) or (model, batch, loss)."),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the page and its JSON.")] = Path("fxprec-doctor"),
+    out: Annotated[Path | None, typer.Option(help="Folder for the page and its JSON. Default: fxprec-doctor.")] = None,
     recipe: Annotated[str, typer.Option(help="Recipe to examine, for instance fp8.")] = "fp8",
     storage: Annotated[str, typer.Option(help="native, packed or simulate. Default: by recipe.")] = "",
     low_ratio: Annotated[float | None, typer.Option(help="Share of elements held low, 0 to 1.")] = None,
@@ -37,6 +37,10 @@ def doctor(
     from fxprec.diagnosis.doctor import doctor as examine
     from fxprec.report.target import called, find_factory
 
+    unused = given(out=out, formats=formats, tolerance=tolerance)
+    if checkpoint and unused:
+        name = next(iter(unused))
+        raise ConfigError(f"--{name} has no effect with --checkpoint, which prints damages as planned; leave it out")
     options = {"recipe": recipe} | given(storage=storage, low_ratio=low_ratio, plan=plan, tolerance=tolerance)
     options |= given(keep_high=keep_high and modules(keep_high), formats=formats and names(formats))
     factory, tell = find_factory(target), teller(as_json=as_json)
@@ -50,7 +54,7 @@ def doctor(
         return
     found = examine(model, batch, loss=loss, options=options, tell=tell)
     print_json(found.to_dict()) if as_json else print(f"\n{found}")
-    page = found.save(out)
+    page = found.save(out or Path("fxprec-doctor"))
     if not as_json:
         print(page)
 

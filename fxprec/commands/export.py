@@ -53,6 +53,8 @@ def export(
 
 def _plans(target: str, recipe: str, keep_high: str, low_ratio: float | None) -> Sequence[Plan]:
     if Path(target).exists():
+        if keep_high or low_ratio is not None:
+            raise ConfigError(f"--keep-high and --low-ratio plan a factory, and {target} has its plan; leave them out")
         from fxprec.report.load import plans_of
 
         return list(plans_of(Path(target)).values())

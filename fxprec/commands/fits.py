@@ -79,6 +79,8 @@ def _maker(name: str, momentum: float, own: Mapping[str, Any]) -> Callable[[nn.M
         "lion": lambda params: optim.Lion(params, **own),
         "sgd": lambda params: optim.SGD(params, momentum=momentum, **own),
     }
+    if momentum and name != "sgd":
+        raise ConfigError(f"--momentum is of sgd, and --optimizer is {name}; leave --momentum out, or give sgd")
     if name == "muon":
         return lambda model: _muon_and_adamw(model, own)
     if name not in makers:
