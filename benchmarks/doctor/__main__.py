@@ -92,7 +92,7 @@ def run_ranks() -> dict[str, Any]:
         (graph,) = faults.examined(NETWORKS[name], FORMATS, steps)
         tensors = graph.rows(FORMATS)
         for fmt in FORMATS:
-            checks = [graph.run_again("", [row], fmt) for row in tensors]
+            checks = [graph.run_again("", [row], {row.site: fmt}) for row in tensors]
             rank = spearman([c.predicted for c in checks], [c.measured for c in checks])
             rows.append({"network": name, "steps": steps, "format": fmt, "tensors": len(tensors), "spearman": rank})
             print(*rows[-1].values(), sep=" | ", flush=True)

@@ -80,7 +80,7 @@ def harmful(network: Network) -> list[Site]:
     """Return the sites stored in 8 bits whose errors reach a gradient: a re-run of the step says so of each."""
     (graph,) = examined(network, (NARROW,))
     rows = [row for row in graph.rows((NARROW,)) if row.format == "e4m3fn"]
-    return [graph.plan.sites[row.site] for row in rows if graph.run_again("", [row], NARROW).measured]
+    return [graph.plan.sites[row.site] for row in rows if graph.run_again("", [row], {row.site: NARROW}).measured]
 
 
 def examined(network: Network, formats: tuple[str, ...], steps: int = 0) -> list[Examined]:

@@ -251,7 +251,7 @@ def _whole(examined: Sequence[Examined], rows: Sequence[Row], advice: Advice) ->
         suffix = f", graph {e.index}" if len(examined) > 1 else ""
         checks.append(e.run_again(f"as planned{suffix}", mine))
         other = {rows[i].site: fmt for i, fmt in advice.stored.items() if rows[i].graph == e.index}
-        checks.append(e.run_again(f"as recommended{suffix}", mine, other=other))
+        checks.append(e.run_again(f"as recommended{suffix}", mine, other))
     return tuple(checks)
 
 

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -142,14 +143,7 @@ class Examined:
 
     def check_gemms(self, name: str, rows: Sequence[GemmRow]) -> Check:
         """Re-run the step with the operands of these GEMMs rounded; predict the damage from their own re-runs."""
-        returned = self._with_gemms({row.gemm for row in rows})
-        return Check(
-            name=name,
-            predicted=combined({row.gemm: row.damage for row in rows}),
-            measured=self.gradients.damage(returned),
-            predicted_progress=math.fsum(row.progress for row in rows),
-            measured_progress=self.gradients.progress(returned),
-        )
+        return self._check(name, rows, self._with_gemms({row.gemm for row in rows}))
 
     def _with_gemms(self, gemms: set[int]) -> list[Any]:
         def some(cast: Cast, x: Tensor) -> Tensor:
@@ -165,22 +159,23 @@ class Examined:
             members[row.group].append(row)
         return [_group(self.index, group, found) for group, found in sorted(members.items())]
 
-    def run_again(
-        self, name: str, rows: Sequence[Row], fmt: str | None = None, *, other: Mapping[int, str] | None = None
-    ) -> Check:
-        """Run the step with only these tensors stored: as planned, or all in a format; ``other`` has formats by site.
+    def run_again(self, name: str, rows: Sequence[Row], formats: Mapping[int, str] = MappingProxyType({})) -> Check:
+        """Run the step with only these tensors stored: in the formats given by site, and as planned without one.
 
         Returns the measured damage beside the predicted one.
         """
-        formats = {row.site: fmt for row in rows} | dict(other or {})
-        readers = {f: self.as_planned if f is None else to_format(f) for f in set(formats.values())}
+        stored = {row.site: formats.get(row.site) for row in rows}
+        readers = {f: self.as_planned if f is None else to_format(f) for f in set(stored.values())}
 
         def some(cast: Cast, x: Tensor) -> Tensor:
             site = self.sites.get(cast.name)
-            return exact(cast, x) if site is None or site.id not in formats else readers[formats[site.id]](cast, x)
+            return exact(cast, x) if site is None or site.id not in stored else readers[stored[site.id]](cast, x)
 
-        returned = self.lab.run(some)
-        costs = [row.planned if (f := formats[row.site]) is None else row.costs[f] for row in rows]
+        costs = [row.planned if (f := stored[row.site]) is None else row.costs[f] for row in rows]
+        return self._check(name, costs, self.lab.run(some))
+
+    def _check(self, name: str, costs: Sequence[Cost | GemmRow], returned: Sequence[Any]) -> Check:
+        """Return the damage of a re-run beside that of its parts."""
         progress = [cost.progress for cost in costs]
         return Check(
             name=name,
