@@ -9,7 +9,7 @@ element's share of ``|J|^2`` (Hutchinson 1990). Rounding errors are nearly indep
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,6 +93,6 @@ def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
     return (signs * 2 - 1).to(like)
 
 
-def combined(damages: Mapping[object, float]) -> float:
+def combined(damages: Iterable[float]) -> float:
     """Return the damage of several copies together, whose errors are independent of each other."""
-    return math.sqrt(math.fsum(d * d for d in damages.values())) if damages else 0.0
+    return math.sqrt(math.fsum(d * d for d in damages))

@@ -69,7 +69,7 @@ class Case:
 
     def damage(self, stored: Mapping[int, str]) -> float:
         """Return the predicted damage of the whole step."""
-        return combined({i: self._damage(i, stored) for i in range(len(self.rows))})
+        return combined(self._damage(i, stored) for i in range(len(self.rows)))
 
     def _damage(self, i: int, stored: Mapping[int, str]) -> float:
         row = self.rows[i]
@@ -167,8 +167,8 @@ def hold_gemms(advice: Advice, rows: Sequence[GemmRow], share: float) -> Advice:
     more = [module for module in gemms_to_hold(rows, share) if module not in held]
     if not more:
         return advice
-    left = combined({i: row.damage for i, row in enumerate(rows) if (row.module or OUTERMOST) not in more})
-    whole = combined({i: row.damage for i, row in enumerate(rows)})
+    left = combined(row.damage for row in rows if (row.module or OUTERMOST) not in more)
+    whole = combined(row.damage for row in rows)
     said = f"GEMMs with at most {share:.0%} of the weights high: their damage is {left:.2g}, {whole:.2g} with none"
     return replace(advice, options={**advice.options, "keep_high": (*held, *more)}, reason=f"{advice.reason}; {said}")
 

@@ -66,9 +66,9 @@ def over_checkpoints(
     for path in paths:
         _load(model, path)
         diagnosis = doctor(model, args, loss=loss, options={**(options or {}), "reruns": 0, "formats": ("bf16",)})
-        by_module: dict[str, dict[object, float]] = {}
+        by_module: dict[str, list[float]] = {}
         for row in diagnosis.ranking:
-            by_module.setdefault(row.module, {})[row.graph, row.site] = row.damage
+            by_module.setdefault(row.module, []).append(row.damage)
         found.append({module: combined(damages) for module, damages in by_module.items()})
         tell(f"{path.name}: loss {diagnosis.loss:.6g}")
     modules = dict.fromkeys(module for damages in found for module in damages)

@@ -108,13 +108,13 @@ class Examined:
 
     def _cost(self, casts: Sequence[Cast], fmt: AnyFormat, read: Read) -> Cost:
         """Return what one tensor costs: the losses of its worst cast, and the damage of all its casts."""
-        damages, progress, losses = dict[object, float](), 0.0, []
+        damages, progress, losses = list[float](), 0.0, []
         for cast in casts:
             x = self.values[cast.name].float()
             got = read(cast, x)
             error = got - x
             known = self.sensitivity.get(cast.name)
-            damages[cast.name] = math.inf if known is None else known.damage(error)
+            damages.append(math.inf if known is None else known.damage(error))
             progress += 0.0 if known is None else known.change(error)
             losses.append(lost(x, got, fmt))
         worst = max(losses, key=lambda found: found.error)
@@ -179,7 +179,7 @@ class Examined:
         progress = [cost.progress for cost in costs]
         return Check(
             name=name,
-            predicted=combined({i: cost.damage for i, cost in enumerate(costs)}),
+            predicted=combined(cost.damage for cost in costs),
             measured=self.gradients.damage(returned),
             predicted_progress=math.fsum(progress) if all(map(math.isfinite, progress)) else -math.inf,
             measured_progress=self.gradients.progress(returned),
@@ -194,6 +194,6 @@ def _group(graph: int, group: int, rows: Sequence[Row]) -> GroupRow:
         modules=tuple(dict.fromkeys(name for row in rows if (name := row.module or row.source))),
         tensors=len(rows),
         elements=sum(row.elements for row in rows),
-        damage=combined({row.site: row.damage for row in rows}),
-        damages={f: combined({row.site: row.costs[f].damage for row in rows}) for f in formats},
+        damage=combined(row.damage for row in rows),
+        damages={f: combined(row.costs[f].damage for row in rows) for f in formats},
     )

@@ -74,8 +74,8 @@ def _heat(found: Diagnosis) -> list[dict[str, Any]]:
 
 
 def _damages(rows: Sequence[Row], formats: Sequence[str]) -> list[float]:
-    in_formats = [combined({r.site: r.costs[f].damage for r in rows}) for f in formats]
-    return [combined({r.site: r.damage for r in rows}), *in_formats]
+    in_formats = [combined(r.costs[f].damage for r in rows) for f in formats]
+    return [combined(r.damage for r in rows), *in_formats]
 
 
 def _checks(found: Diagnosis) -> str:

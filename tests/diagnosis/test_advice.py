@@ -1,10 +1,12 @@
 """The recommendation: what a tensor without a module leaves to choose."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from fxprec.diagnosis.advice import advise
+from fxprec.diagnosis.page import _heat
 from fxprec.diagnosis.rows import Cost, Row
 from fxprec.numerics.formats import BF16
 
@@ -42,3 +44,9 @@ def test_most_damage_for_the_bytes_comes_first_and_what_is_no_longer_needed_goes
 def test_the_whole_is_wide_where_bf16_does_as_much():
     stuck = replace(row(0, "a", 0.3), costs={"bf16": replace(row(0, "a", 0.3).planned, damage=0.3)})
     assert advise([stuck, row(1, "b", 0.2)], BF16, {"recipe": "fp8"}, tolerance=0.1).options == {"recipe": "fp32"}
+
+
+def test_a_module_has_the_damage_of_its_tensors_in_every_graph():
+    """The heat map took the tensors of two graphs for one if their sites have the same number."""
+    found = SimpleNamespace(ranking=(row(0, "a", 0.4), replace(row(0, "a", 0.3), graph=1)), formats=("bf16",))
+    assert _heat(found) == [{"module": "a", "damages": [0.5, 0.0]}]
