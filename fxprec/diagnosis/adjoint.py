@@ -52,10 +52,8 @@ class Sensitivity:
         return found if math.isfinite(found) else -math.inf
 
 
-def sensitivities(
-    lab: Lab, gradients: Gradients, names: Container[str], *, seed: int = 0, probes: int = PROBES
-) -> dict[str, Sensitivity]:
-    """Return the sensitivity of each cast of these names. It takes 4 * (probes + 1) bytes per element."""
+def sensitivities(lab: Lab, gradients: Gradients, names: Container[str]) -> dict[str, Sensitivity]:
+    """Return the sensitivity of each cast of these names. It takes 4 * (`PROBES` + 1) bytes per element."""
     leaves: dict[str, Tensor] = {}
 
     def with_error(cast: Cast, x: Tensor) -> Tensor:
@@ -75,8 +73,8 @@ def sensitivities(
     def back(vectors: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return torch.autograd.grad(chosen, copies, vectors, retain_graph=True, allow_unused=True)
 
-    generator = torch.Generator().manual_seed(seed)
-    found = [back([_signs(outputs[i], generator) * gradients.weights[i] for i in reached]) for _ in range(probes)]
+    generator = torch.Generator().manual_seed(0)
+    found = [back([_signs(outputs[i], generator) * gradients.weights[i] for i in reached]) for _ in range(PROBES)]
     squares = gradients.squares or 1.0
     progress = back([gradients.exact[i].to(outputs[i]) / squares for i in reached])
     return {name: _sensitivity([f[i] for f in found], progress[i]) for i, name in enumerate(leaves)}

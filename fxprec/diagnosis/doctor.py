@@ -171,7 +171,7 @@ def recorded(subject: Subject, request: Request, tell: Tell) -> tuple[float, lis
     notes = [
         str(w.message) for w in caught if issubclass(w.category, UserWarning) and "fxprec" in type(w.message).__module__
     ]
-    graphs = _recorded_graphs(recorder, "model." if whole else "", subject.seed)
+    graphs = _recorded_graphs(recorder, "model." if whole else "")
     if not graphs:
         raise ConfigError(
             f"{subject.name} has no graph that Dynamo compiled and backward reached, so nothing is stored low; see "
@@ -195,7 +195,7 @@ def recorded_live(live: Live, request: Request, tell: Tell) -> tuple[float, list
     notes = []
     if _rounds_forward(Settings.of(request.config)):
         notes.append("the loss is computed outside of the graph: its own gradient is that of the rounded step")
-    graphs = _recorded_graphs(recorder, "", 0)
+    graphs = _recorded_graphs(recorder, "")
     if not graphs:
         raise ConfigError(
             f"{live.name}: the step ran no graph that trains, forward and backward; give a batch of the shapes that it "
@@ -204,13 +204,13 @@ def recorded_live(live: Live, request: Request, tell: Tell) -> tuple[float, list
     return value, graphs, notes
 
 
-def _recorded_graphs(recorder: Recorder, prefix: str, seed: int) -> list[Callable[[], Examined]]:
+def _recorded_graphs(recorder: Recorder, prefix: str) -> list[Callable[[], Examined]]:
     """Return, for each graph that ran forward and backward, a function that examines it."""
     graphs: list[Callable[[], Examined]] = []
     for i, (name, halves) in enumerate(recorder.graphs.items()):
         ran = all(h in halves and halves[h].args is not None for h in ("forward", "backward"))
         if ran and halves["forward"].compiled.plan is not None:
-            graphs.append(partial(Examined.of, i, halves, recorder.inputs[name], prefix, seed=seed))
+            graphs.append(partial(Examined.of, i, halves, recorder.inputs[name], prefix))
     return graphs
 
 

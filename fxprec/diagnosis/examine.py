@@ -31,7 +31,7 @@ class Examined:
     index: int
     plan: Plan
     lab: Lab
-    prefix: str = ""
+    prefix: str
     """Prefix of module names that the graph has and the user's model does not."""
     gradients: Gradients = field(init=False)
     values: Mapping[str, Tensor] = field(init=False)
@@ -41,13 +41,7 @@ class Examined:
 
     @classmethod
     def of(
-        cls,
-        index: int,
-        halves: Mapping[str, RecordedHalf],
-        inputs: Sequence[GraphInput],
-        prefix: str = "",
-        *,
-        seed: int = 0,
+        cls, index: int, halves: Mapping[str, RecordedHalf], inputs: Sequence[GraphInput], prefix: str
     ) -> Examined:
         """Run the step without rounding, and differentiate its backward half."""
         forward, backward = halves["forward"], halves["backward"]
@@ -62,7 +56,7 @@ class Examined:
         }
         found.gradients = Gradients.of(found.lab.run(), [known.module for known in inputs])
         found.values = found.lab.values(found.sites)
-        found.sensitivity = sensitivities(found.lab, found.gradients, found.sites, seed=seed)
+        found.sensitivity = sensitivities(found.lab, found.gradients, found.sites)
         return found
 
     @property

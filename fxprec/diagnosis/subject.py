@@ -26,10 +26,9 @@ class Subject:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     loss: Loss
-    seed: int = 0
 
     @classmethod
-    def of(cls, model: object, args: object, loss: object = None, seed: int = 0) -> Subject:
+    def of(cls, model: object, args: object, loss: object = None) -> Subject:
         """Check the user's model, batch and loss. Raises `ConfigError`."""
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model is {type(model).__name__}; give fxprec.doctor a torch.nn.Module, not compiled")
@@ -45,7 +44,7 @@ class Subject:
             raise ConfigError("no parameter of the model requires a gradient; a diagnosis needs a training step")
         keywords = dict(args) if isinstance(args, Mapping) else {}
         given = () if keywords else tuple(args) if isinstance(args, tuple | list) else (args,)
-        return cls(model, given, keywords, loss or default_loss, seed)
+        return cls(model, given, keywords, loss or default_loss)
 
     @property
     def name(self) -> str:
@@ -61,7 +60,7 @@ class Subject:
     def step(self, call: Callable[..., Any], *, has_loss: bool = False) -> float:
         """Run forward, loss and backward; return the loss. ``has_loss``: ``call`` returns the loss itself."""
         args, kwargs = self._batch()
-        with same_random_numbers(tree_leaves((args, kwargs)), self.seed):
+        with same_random_numbers(tree_leaves((args, kwargs))):
             try:
                 with quiet_fakes():
                     output = call(*args, **kwargs)
@@ -105,10 +104,10 @@ class Subject:
 
 
 @contextmanager
-def same_random_numbers(inputs: Iterable[Any], seed: int = 0) -> Iterator[None]:
-    """Seed the random generators inside the block; afterwards the process's generators continue as before."""
+def same_random_numbers(inputs: Iterable[Any]) -> Iterator[None]:
+    """Seed the random generators inside the block alike each time; afterwards they continue as before."""
     with torch.random.fork_rng({t.get_device() for t in inputs if isinstance(t, Tensor) and t.is_cuda}):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         yield
 
 
