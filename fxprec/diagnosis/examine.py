@@ -16,7 +16,6 @@ from fxprec.diagnosis.lab import Cast, Lab, Read, exact
 from fxprec.diagnosis.reasons import reason
 from fxprec.diagnosis.rounding import as_cast, bias_of, lost, stored_format, to_format
 from fxprec.diagnosis.rows import Check, Cost, GemmRow, GroupRow, Row
-from fxprec.diagnosis.substitutes import SUBSTITUTES
 from fxprec.diagnosis.weights import Gradients
 from fxprec.driver.record import RecordedHalf
 from fxprec.numerics.blocks import AnyFormat, find
@@ -47,7 +46,7 @@ class Examined:
         forward, backward = halves["forward"], halves["backward"]
         made = forward.compiled
         assert made.plan is not None
-        found = cls(index, made.plan, Lab(forward, backward, SUBSTITUTES), prefix)
+        found = cls(index, made.plan, Lab(forward, backward), prefix)
         further = {} if made.scales is None else made.scales.site_of
         found.sites = {
             c.name: found.plan.sites[further.get(c.row, c.row)]

@@ -7,7 +7,7 @@ the copies require a gradient, they also give how much each element of a copy ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from fxprec.compat import tree_map_only
 from fxprec.diagnosis.subject import same_random_numbers
+from fxprec.diagnosis.substitutes import SUBSTITUTES
 from fxprec.driver.interpreter import runnable
 from fxprec.driver.record import RecordedHalf
 from fxprec.ir.symbolic import (
@@ -34,7 +35,6 @@ from fxprec.passes.casts.operands import OPERAND_META
 from fxprec.runtime.reference_ops import keep_nonfinite
 
 aten = torch.ops.aten
-Run = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,6 @@ class Lab:
 
     forward: RecordedHalf
     backward: RecordedHalf
-    substitutes: Mapping[object, Run] = field(default_factory=dict)
-    """The functions that replace operators while gradients are recorded."""
     undifferentiable: set[str] = field(default_factory=set)
     """Names of operators that were met and have no derivative."""
 
@@ -179,7 +177,7 @@ class _Walk(Interpreter):
         return self._differentiably(n, args, kwargs)
 
     def _differentiably(self, n: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run = self.lab.substitutes.get(n.target, n.target)
+        run = SUBSTITUTES.get(n.target, n.target)
         try:
             result = run(*args, **kwargs)  # type: ignore[operator]
         except (NotImplementedError, RuntimeError):  # an operator without autograd, such as those of prims
