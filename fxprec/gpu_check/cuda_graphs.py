@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 import fxprec
 from fxprec import compat
@@ -19,18 +20,18 @@ from fxprec.gpu_check.ground import Ground, present, require, same
 STEPS = 6
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
     """Losses of a few steps, static inputs of the compiled halves, and the number of skipped CUDA graphs."""
 
     losses: Tensor
     parameters: int
     """Number of the model's parameters and buffers."""
-    static: list[int] = field(default_factory=list)
+    static: list[int]
     """Number of static inputs of each half, forward's first."""
-    skips: int = 0
-    recorded: int = 0
-    held_bytes: int = 0
+    skips: int
+    recorded: int
+    held_bytes: int
     """Bytes allocated after the last step."""
 
 
@@ -55,31 +56,23 @@ def check(ground: Ground) -> None:
         _capture(ground)
 
 
-class Compiler:
-    """Wraps Inductor's compiler of one half, and records the number of static inputs."""
-
-    def __init__(self, compile_half: Callable[..., object]) -> None:
-        self.compile_half, self.static = compile_half, list[int]()
-
-    def __call__(
-        self, gm: torch.fx.GraphModule, examples: object, *, static_input_idxs: Sequence[int], **options: object
-    ) -> object:
-        """Compile one half, and record how many of its inputs have a fixed address."""
-        self.static.append(len(static_input_idxs))
-        return self.compile_half(gm, examples, static_input_idxs=static_input_idxs, **options)
-
-
 def run(ground: Ground, mode: str) -> Run:
     """Train a small network with BatchNorm, whose forward writes to its buffers."""
     torch.compiler.reset()
     observed.forget_counts()
     model, x = _model(ground)
-    state = [*model.parameters(), *model.buffers()]
-    compiler = Compiler(compat.compile_fx_inner if ground.on_gpu else lambda gm, examples, **options: interpreted(gm))
+    static, compile_fx_inner = list[int](), compat.compile_fx_inner
+
+    def compile_half(gm: GraphModule, *args: object, static_input_idxs: Sequence[int], **options: object) -> object:
+        static.append(len(static_input_idxs))
+        if not ground.on_gpu:
+            return interpreted(gm)
+        return compile_fx_inner(gm, *args, static_input_idxs=static_input_idxs, **options)
+
     config = fxprec.Config(recipe="fp8", low_ratio=1.0, mode=mode, strict=True)  # type: ignore[arg-type]
     compiled = torch.compile(model, backend=fxprec.Backend(config))
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=1e-2), []
-    with observed.compiling_anew(), mock.patch.object(compat, "compile_fx_inner", compiler):
+    with observed.compiling_anew(), mock.patch.object(compat, "compile_fx_inner", compile_half):
         for _ in range(STEPS if ground.on_gpu else 1):
             torch.compiler.cudagraph_mark_step_begin()
             loss = compiled(x).square().mean()
@@ -87,12 +80,14 @@ def run(ground: Ground, mode: str) -> Run:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach().clone())
-    found = Run(torch.stack(losses).cpu(), len(state), compiler.static)
-    found.skips = observed.skipped_cuda_graphs()
-    found.recorded = observed.recorded_cuda_graphs(ground.device)
-    if ground.on_gpu:
-        found.held_bytes = torch.cuda.memory_allocated(ground.device)
-    return found
+    return Run(
+        losses=torch.stack(losses).cpu(),
+        parameters=len([*model.parameters(), *model.buffers()]),
+        static=static,
+        skips=observed.skipped_cuda_graphs(),
+        recorded=observed.recorded_cuda_graphs(ground.device),
+        held_bytes=torch.cuda.memory_allocated(ground.device) if ground.on_gpu else 0,
+    )
 
 
 def _model(ground: Ground) -> tuple[nn.Module, Tensor]:
