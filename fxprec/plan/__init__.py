@@ -1,11 +1,9 @@
 """The plan, immutable data that gives each tensor's format, and plan files."""
 
-from fxprec.plan.files import SCHEMA
 from fxprec.plan.plan import Plan
 from fxprec.plan.rows import ByteCount, Gemm, Group, KindCounts, PeakBytes, PeakPoint, SavedTensor, Site
 
 __all__ = [
-    "SCHEMA",
     "ByteCount",
     "Gemm",
     "Group",

@@ -14,7 +14,6 @@ from fxprec.errors import PlanError
 from fxprec.numerics.formats import Format, parse
 from fxprec.plan import files, shown
 from fxprec.plan.compare import first_difference
-from fxprec.plan.files import SCHEMA
 from fxprec.plan.reading import Entry
 from fxprec.plan.rows import (
     ByteCount,
@@ -82,7 +81,7 @@ class Plan:
     """The choice of ``lowering="auto"``, which changes no number; None for another lowering, or before compiling."""
     notes: tuple[str, ...] = ()
     """Remarks, such as operators with unscaled gradients. A request that is not fulfilled is a warning instead."""
-    schema: int = SCHEMA
+    schema: int = files.SCHEMA
     fxprec: str = field(default_factory=lambda: _version("fxprec"))
     torch: str = field(default_factory=lambda: _version("torch"))
 
