@@ -55,35 +55,22 @@ class Outcome:
         return float(sum(r * plan.total_elements for r, plan in zip(ratios, self.plans, strict=True)) / total)
 
 
-class SavedBytes:
-    """Bytes of unique storages seen by the hooks of `saved_for_backward`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self._seen: dict[int, int] = {}
-
-    @property
-    def total(self) -> int:
-        """Return the bytes of all storages that were seen."""
-        return sum(self._seen.values())
-
-    def see(self, tensor: Tensor) -> Tensor:
-        """Count a saved tensor's storage, once, and return the tensor; the model's parameters do not count."""
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._own:
-            self._seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-
 @contextmanager
-def saved_for_backward(model: nn.Module) -> Iterator[SavedBytes]:
-    """Count what autograd saves inside the block: whole storages, each once, without the parameters' storages.
+def saved_for_backward(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Collect what autograd saves inside the block: bytes of whole storages, by address, without those of parameters.
 
     Inputs, low-precision copies of parameters and fxprec's own tables count, since they take memory too.
     """
-    saved = SavedBytes(model)
-    with torch.autograd.graph.saved_tensors_hooks(saved.see, lambda tensor: tensor):
-        yield saved
+    own, seen = {p.untyped_storage().data_ptr() for p in model.parameters()}, dict[int, int]()
+
+    def see(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+        yield seen
 
 
 def train(task: Task, recipe: str, options: Mapping[str, Any], *, seed: int, on_step: OnStep) -> Outcome:
@@ -127,7 +114,7 @@ def train(task: Task, recipe: str, options: Mapping[str, Any], *, seed: int, on_
         metric=task.metric,
         recipe=recipe,
         score=score,
-        saved_bytes=saved.total,
+        saved_bytes=sum(saved.values()),
         compile_seconds=compiled_at - start,
         train_seconds=end - compiled_at,
         steps=task.steps,
