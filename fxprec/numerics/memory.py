@@ -7,15 +7,14 @@ rounding itself takes 5 ms, so without huge pages a new result costs mostly page
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 
 _HUGE_PAGE = 1 << 21  # bytes
 _PAGE = 1 << 12
 _MADV_HUGEPAGE = 14
+_LIBC = ctypes.CDLL(None)
 
 
 def empty_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -31,13 +30,8 @@ def empty_huge(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def _advised(new: torch.Tensor) -> torch.Tensor:
     """Advise the system to use huge pages. If it refuses (none are configured), only time is lost."""
     size = new.numel() * new.element_size()
-    if new.device.type == "cpu" and size >= 2 * _HUGE_PAGE and (libc := _libc()) is not None:
+    if new.device.type == "cpu" and size >= 2 * _HUGE_PAGE:
         address = new.data_ptr()
         start = -(-address // _PAGE) * _PAGE
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size - (start - address)), _MADV_HUGEPAGE)
+        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size - (start - address)), _MADV_HUGEPAGE)
     return new
-
-
-@cache
-def _libc() -> ctypes.CDLL | None:
-    return ctypes.CDLL(None) if sys.platform == "linux" else None

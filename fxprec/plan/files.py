@@ -153,7 +153,7 @@ def read_checked(entry: Entry, kind: type[Plan]) -> Plan:
 def _read(name: str) -> bytes:
     """Return the file's bytes. Refuse a file that is not regular, and read no more than `MAX_BYTES` and one byte."""
     try:
-        handle = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe must not block
+        handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not block
         try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise PlanError("is not a regular file; give the path of a plan file, such as plan.save() writes")
