@@ -101,8 +101,7 @@ def encode(
         return encode_blocks(x, fmt, rounding, generator)
     with torch.no_grad():
         random = _random(x, generator) if rounding == "stochastic" else None
-        kernel = _nearest_codes if rounding == "nearest" else _encode_kernel(rounding)
-        return _run(kernel, x, random, fmt, fmt.code_dtype)
+        return _run(_encode_kernel(rounding), x, random, fmt, fmt.code_dtype)
 
 
 def decode(code: torch.Tensor | BlockCodes, fmt: AnyFormat | str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -190,16 +189,12 @@ _QUANTIZE_KERNELS: dict[Rounding, _Kernel] = {
 
 @cache
 def _encode_kernel(rounding: Rounding) -> _Kernel:
-    rounded = _QUANTIZE_KERNELS[rounding]
-
     def kernel(x: torch.Tensor, random: torch.Tensor | None, rows: _Rows) -> torch.Tensor:
-        return codec.codes(rounded(x, random, rows), *rows)
+        if rounding == "nearest":  # as codes are rounded anyway
+            return codec.codes(x.to(torch.float32), *rows)
+        return codec.codes(_QUANTIZE_KERNELS[rounding](x, random, rows), *rows)
 
     return kernel
-
-
-def _nearest_codes(x: torch.Tensor, random: torch.Tensor | None, rows: _Rows) -> torch.Tensor:
-    return codec.codes(x.to(torch.float32), *rows)
 
 
 def _decode_kernel(code: torch.Tensor, random: torch.Tensor | None, rows: _Rows) -> torch.Tensor:
