@@ -1,17 +1,5 @@
 """Grouped matrix products, one for each projection of a mixture of experts: declarations and gradients.
 
-``grouped_mm(a, b, offs) -> y``
-    One product for each of G groups, of tensors of one dtype. Group i has the tokens from ``offs[i - 1]`` (0 for the
-    first) to ``offs[i]``, where ``offs`` (G,) are integers that do not decrease. In each operand of two dimensions, one
-    dimension is the tokens: (T, K) by (G, K, N) is (T, N), (G, M, K) by (K, T) is (M, T), (K, T) by (T, N) is
-    (G, K, N). Tokens beyond the last group give 0; ``aten::_grouped_mm`` leaves them unwritten.
-``pad_groups(x, offs, unit) -> y``
-    The rows (T, K) of the groups, with zeros after each group, so that each group begins at a multiple of ``unit``.
-    Rows beyond the last group are 0. The result has T + G (unit - 1) rows, rounded up to a multiple of ``unit``, which
-    is the most that any groups need.
-``padded_ends(offs, unit) -> ends``
-    The ends of the groups in the result of ``pad_groups``.
-
 `fxprec.runtime.grouped_mm` registers the implementations.
 """
 
@@ -39,7 +27,13 @@ def product_like(call: FakeCall) -> Tensor:
 
 
 class GroupedMm(Call, op="grouped_mm", fake=product_like):
-    """Multiply the tokens of each group by the group's matrix, or by the same group's tokens of the other operand."""
+    """Multiply the tokens of each of G groups by the group's matrix, or by the group's tokens of the other operand.
+
+    Both operands have one dtype. Group i has the tokens from ``offs[i - 1]`` (0 for the first) to ``offs[i]``, where
+    ``offs`` (G,) are integers that do not decrease. In each operand of two dimensions, one dimension is the tokens:
+    (T, K) by (G, K, N) is (T, N), (G, M, K) by (K, T) is (M, T), (K, T) by (T, N) is (G, K, N). Tokens beyond the last
+    group give 0; ``aten::_grouped_mm`` leaves them unwritten.
+    """
 
     a: Node
     b: Node
@@ -58,7 +52,11 @@ def padded_rows(rows: int, groups: int, unit: int) -> int:
 
 
 class PadGroups(Call, op="pad_groups", fake=_padded):
-    """Pad groups of rows so that each group begins at a multiple of ``unit``."""
+    """Write zeros after each group of rows (T, K), so that each group begins at a multiple of ``unit``.
+
+    Rows beyond the last group are 0. The result has T + G (unit - 1) rows, rounded up to a multiple of ``unit``, which
+    is the most that any groups need.
+    """
 
     x: Node
     offs: Node
@@ -66,7 +64,7 @@ class PadGroups(Call, op="pad_groups", fake=_padded):
 
 
 class PaddedEnds(Call, op="padded_ends", fake=lambda call: torch.empty_like(call.offs)):
-    """Return where padded groups end."""
+    """Return the ends of the groups in the result of `PadGroups`."""
 
     offs: Node
     unit: int

@@ -1,48 +1,5 @@
 """Symbolic operators that passes insert and lowering expands: casts, counts, scales. See `docs/architecture.md`.
 
-``quantize(x, table, row, format, storage, seed=None, whole=None) -> q``
-    Round ``x * 2**table[row, 0]`` to ``format`` and store the result. The row is the site's id. If a site is stored in
-    several places, the later places have rows of their own.
-    A block format (`fxprec.numerics.blocks`) has its own scales and reads no table. It encodes the elements of ``x`` in
-    row-major order as (blocks, bytes) uint8: a block's scale, offset and codes. With ``seed`` (1,) int32 it rounds
-    stochastically, differently for each row; None rounds to nearest. A GEMM's operand in blocks belongs to no site, so
-    its row is below ``AS_STORED``. ``whole`` is the tensor's scale, for formats that have one.
-``dequantize(q, table, row, format, storage, dtype, elements=0, whole=None) -> x``
-    Read ``q`` back as ``dtype``, multiplied by ``2**-table[row, 0]``; row ``AS_STORED`` leaves the scale on. For a
-    block format, decode the first ``elements``, as (elements,).
-``tensor_scale(x, format) -> whole``
-    The float32 (1,) that multiplies the scales of a tensor's blocks.
-``rotate(x, seed, size=16) -> y``
-    ``x`` times a random Hadamard matrix (`fxprec.numerics.hadamard`), ``size`` elements of the last dimension at a
-    time, as float32. The same ``seed`` (1,) int32 gives the same matrix, which cancels in the product of two operands
-    rotated by it.
-``correct_scales(q, x, whole, seed, row, format, size) -> q``
-    The blocks ``q`` that a rotated ``x`` was rounded to, with scales corrected by MS-EDEN (`fxprec.numerics.eden`).
-``keep_nonfinite(rounded, x) -> y``
-    ``rounded`` where ``x`` is finite, else ``x``: a gradient's inf and NaN survive formats that have none.
-``keep_codes(rounded, x, format) -> y``
-    The same for integer codes: NaN gets its code. So does inf, unless the format's overflow is inf, which has a code.
-``counts(x, table, row, format) -> (10,) float64``
-    Counts of what rounding ``x`` for the row loses, and moments (`numerics.stats.Counts`). Lowering adds one for each
-    watched quantize.
-``histogram(x, table, row, format) -> (128,) float64``
-    Counts by exponent, which give over- and underflow at any scale (`fxprec.runtime.scaling.histogram`).
-``rescale(g, table, row) -> g``
-    Multiply by ``2**table[row, 0]``; exact, since the factor is a power of two.
-``in_memory(x) -> x``
-    ``x`` in its own buffer. Otherwise a compiler could place ``x`` in a larger tensor's buffer, or keep that buffer for
-    it.
-``gemm(a, b, bias, table, row_a, row_b, format_a, format_b, dtype, kernel, fast) -> y``
-    The product of the numbers that codes ``a`` (M, K) and ``b`` (K, N) stand for, each divided by ``2**table[row, 0]``
-    (row ``AS_STORED``: not divided), plus ``bias``, summed in float32 and rounded to ``dtype``. ``kernel`` is
-    ``native`` (``torch._scaled_mm``: ``a`` row-major, ``b`` column-major; ``fast``: accumulates in fewer bits) or
-    ``generated`` (any layout).
-``transposed(q) -> t``
-    Codes (..., N) as a contiguous matrix (N, rest): the second copy, which a native GEMM over the rows reads.
-``observe(grad, x, tensor, format, grad_format) -> grad``
-    Identity on the gradient of ``x``. It marks where policy ``exact`` measures, by ``damage``, the cost of rounding the
-    counted tensor ``x`` and its gradient.
-
 Passes see the declarations (`fxprec.ir.calls`) and the fake implementations here. `fxprec.runtime.reference_ops`
 registers the real implementations, so a graph runs at every stage of compilation. Lowering replaces the operators by
 ATen's, or by kernels (`fxprec.kernels`).
@@ -118,7 +75,15 @@ def codes_like(x: torch.Tensor, format: str, storage: str) -> torch.Tensor:
 
 
 class Quantize(Stored, op="quantize", fake=lambda call: codes_like(call.x, call.format, call.storage)):
-    """Multiply a tensor by its scale, round it to a format, and store the codes or carriers."""
+    """Round ``x * 2**table[row, 0]`` to a format, and store the codes or carriers.
+
+    The row is the site's id. If a site is stored in several places, the later places have rows of their own.
+
+    A block format (`fxprec.numerics.blocks`) has its own scales and reads no table. It encodes the elements of ``x`` in
+    row-major order as (blocks, bytes) uint8: a block's scale, offset and codes. With ``seed`` (1,) int32 it rounds
+    stochastically, differently for each row; None rounds to nearest. A GEMM's operand in blocks belongs to no site, so
+    its row is below ``AS_STORED``. ``whole`` is the tensor's scale, for formats that have one.
+    """
 
     seed: Node | None = None
     whole: Node | None = None
@@ -131,7 +96,10 @@ def _decoded(call: FakeCall) -> object:
 
 
 class Dequantize(Call, op="dequantize", fake=_decoded):
-    """Read a stored tensor back and take its scale off."""
+    """Read ``q`` back as ``dtype``, multiplied by ``2**-table[row, 0]``; row ``AS_STORED`` leaves the scale on.
+
+    For a block format, decode the first ``elements``, as (elements,).
+    """
 
     q: Node
     table: Node
@@ -154,14 +122,18 @@ class Dequantize(Call, op="dequantize", fake=_decoded):
 
 
 class TensorScale(Call, op="tensor_scale", fake=lambda call: call.x.new_empty(1, dtype=torch.float32)):
-    """Compute the scale of a whole tensor, for block formats that have one."""
+    """Compute the float32 (1,) that multiplies the scales of a tensor's blocks."""
 
     x: Node
     format: str
 
 
 class Rotate(Call, op="rotate", fake=lambda call: call.x.new_empty(call.x.shape, dtype=torch.float32)):
-    """Multiply each ``size`` elements of the last dimension by a random Hadamard matrix."""
+    """Multiply each ``size`` elements of the last dimension by a random Hadamard matrix; the result is float32.
+
+    The same ``seed`` (1,) int32 gives the same matrix, which cancels in the product of two operands rotated by it
+    (`fxprec.numerics.hadamard`).
+    """
 
     x: Node
     seed: Node
@@ -169,7 +141,10 @@ class Rotate(Call, op="rotate", fake=lambda call: call.x.new_empty(call.x.shape,
 
 
 class CorrectScales(Call, op="correct_scales", fake=lambda call: torch.empty_like(call.q)):
-    """Correct the scales of blocks so that each group of ``size`` elements is unbiased after rounding."""
+    """Correct the scales of the blocks ``q`` that a rotated ``x`` was rounded to, by MS-EDEN (`fxprec.numerics.eden`).
+
+    Afterwards each group of ``size`` elements is unbiased.
+    """
 
     q: Node
     x: Node
@@ -181,14 +156,14 @@ class CorrectScales(Call, op="correct_scales", fake=lambda call: torch.empty_lik
 
 
 class KeepNonfinite(Call, op="keep_nonfinite", fake=lambda call: torch.empty_like(call.rounded)):
-    """Put a gradient's inf and NaN back into its rounded values."""
+    """Return ``rounded`` where ``x`` is finite, else ``x``: a gradient's inf and NaN survive formats that have none."""
 
     rounded: Node
     x: Node
 
 
 class KeepCodes(Call, op="keep_codes", fake=lambda call: torch.empty_like(call.rounded)):
-    """Put the codes of inf and NaN into a gradient's rounded codes."""
+    """Put the codes of inf and NaN into a gradient's rounded codes; inf gets NaN's, unless overflow is inf."""
 
     rounded: Node
     x: Node
@@ -208,15 +183,21 @@ def counts_like(x: torch.Tensor) -> torch.Tensor:
 
 
 class Count(_Counted, op="counts", fake=lambda call: counts_like(call.x)):
-    """Count what rounding a tensor loses, and its moments."""
+    """Count what rounding ``x`` for the row loses, and its moments: `numerics.stats.Counts`, (10,) float64.
+
+    Lowering adds one for each watched `Quantize`.
+    """
 
 
 class Histogram(_Counted, op="histogram", fake=lambda call: call.x.new_empty(2 * HISTOGRAM_BINS, dtype=torch.float64)):
-    """Count a tensor's elements by exponent."""
+    """Count a tensor's elements by exponent, (128,) float64, which gives over- and underflow at any scale.
+
+    `fxprec.runtime.scaling.histogram` reads the counts.
+    """
 
 
 class Rescale(Call, op="rescale", fake=lambda call: torch.empty_like(call.g)):
-    """Multiply a gradient by a power of two from the table."""
+    """Multiply a gradient by ``2**table[row, 0]``; exact, since the factor is a power of two."""
 
     g: Node
     table: Node
@@ -224,13 +205,20 @@ class Rescale(Call, op="rescale", fake=lambda call: torch.empty_like(call.g)):
 
 
 class InMemory(Call, op="in_memory", fake=lambda call: torch.empty_like(call.x)):
-    """Copy a tensor into memory of its own."""
+    """Copy a tensor into its own buffer.
+
+    Otherwise a compiler could place ``x`` in a larger tensor's buffer, or keep that buffer for it.
+    """
 
     x: Node
 
 
 class Product(Call):
-    """A product of two stored operands: the fields that all GEMMs over codes have."""
+    """Multiply the numbers of codes ``a`` (M, K) and ``b`` (K, N), add ``bias``, and round to ``dtype``.
+
+    Each number is divided by ``2**table[row, 0]`` (row ``AS_STORED``: not divided). Sums are float32. All GEMMs over
+    codes have these fields.
+    """
 
     a: Node
     b: Node
@@ -254,7 +242,10 @@ def product_like(call: FakeCall, dtype: torch.dtype | None = None) -> Any:
 
 
 class CodedGemm(Product, op="gemm", fake=product_like):
-    """Multiply codes, on tensor cores or in a generated kernel."""
+    """Multiply codes, on tensor cores or in a generated kernel.
+
+    ``kernel`` is ``native`` (``torch._scaled_mm``: ``a`` row-major, ``b`` column-major) or ``generated`` (any layout).
+    """
 
     kernel: str
     fast: bool
@@ -267,7 +258,7 @@ def transposed_like(q: torch.Tensor) -> torch.Tensor:
 
 
 class Transposed(Call, op="transposed", fake=lambda call: transposed_like(call.q)):
-    """Transpose codes as a contiguous matrix."""
+    """Transpose codes (..., N) as a contiguous matrix (N, rest): the copy that a native GEMM over the rows reads."""
 
     q: Node
 
@@ -281,7 +272,10 @@ class _Observed(Call):
 
 
 class Observe(_Observed, op="observe", fake=lambda call: torch.empty_like(call.grad)):
-    """Mark where policy ``exact`` measures; return the gradient unchanged."""
+    """Return the gradient of ``x`` unchanged, and mark where policy ``exact`` measures.
+
+    `Damage` measures the cost of rounding the counted tensor ``x`` and its gradient.
+    """
 
 
 class Damage(_Observed, op="damage", fake=lambda call: call.grad.new_empty(2, dtype=torch.float32)):

@@ -1,8 +1,6 @@
 """Kernels of casts on CPUs, to which lowering converts operators of `fxprec.ir.symbolic`.
 
-``store`` returns codes, rounded values and counts; ``round`` returns the same without codes. ``store_`` and ``round_``
-overwrite ``x`` with the rounded values. ``load`` reads codes. Values keep the scale with which they are stored; with
-``keep`` they keep inf and NaN. ``store_blocks`` and ``load_blocks`` cast to a block format and back.
+Values keep the scale with which they are stored; with ``keep`` they keep inf and NaN.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Kernels of GEMMs over codes and of the casts beside them, to which lowering converts ``gemm`` and ``transposed``.
-
-They are ``quantize_transpose`` (codes, transposed codes, counters), ``transpose_codes``, ``matmul_codes`` and
-``matmul_to_codes`` (codes, counters; its product is rounded to ``dtype`` before it is encoded).
-"""
+"""Kernels of GEMMs over codes and of the casts beside them, to which lowering converts ``gemm`` and ``transposed``."""
 
 from __future__ import annotations
 
@@ -50,7 +46,7 @@ def _matmul_to_codes(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class MatmulToCodes(Product, op="matmul_to_codes", fake=_matmul_to_codes, returns="(Tensor, Tensor)"):
-    """Multiply as `MatmulCodes`; return the product's codes, and counters."""
+    """Multiply as `MatmulCodes`; return the codes of the product, first rounded to ``dtype``, and counters."""
 
     row: int
     format: str

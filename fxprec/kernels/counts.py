@@ -1,17 +1,4 @@
-"""Counts of all casts of a graph, combined by one kernel.
-
-``totals(lost, amax, moments, table, rows, sizes, elements, measured, scaled) -> (10 * sites,) float64``
-    Rows of `numerics.stats.Counts`, one per site. ``rows`` are the sites' rows of the table. The inputs are the counts
-    of the sites' parts, side by side; a site has ``sizes`` entries of the last dimension. ``lost`` is int64, with 21
-    bits each for elements that overflow, that underflow and that are not zero. ``amax`` is int32, the bits of the
-    largest magnitude. ``moments`` is float32, for each ``measured`` site the sums of squares, of logarithms and of
-    their squares, returned in steps that measure. The moments of ``scaled`` sites carry the site's scale exponent too.
-``gathered(counters) -> (10 * sites,) float64``
-    Rows of counts from the striped counters of kernels (`fxprec.numerics.stats`).
-``ln(x) -> Tensor``
-    Natural logarithm of positive float32. A GPU uses its approximation, off by 2e-7 near 1 and by 2^-22 of the result
-    elsewhere. It takes a third of the instructions of an exact logarithm and is accurate enough for statistics.
-"""
+"""Counts of all casts of a graph, combined by one kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +10,14 @@ from fxprec.numerics.stats import SITE_COUNTERS, WIDTH
 
 
 class Totals(Call, op="totals", fake=lambda call: call.lost.new_empty(len(call.rows) * WIDTH, dtype=torch.float64)):
-    """Add up the counts of the parts of several sites."""
+    """Add up the counts of the parts of several sites: rows of `numerics.stats.Counts`, one per site, float64.
+
+    ``rows`` are the sites' rows of the table. The tensors are the counts of the sites' parts, side by side; a site has
+    ``sizes`` entries of the last dimension. ``lost`` is int64, with 21 bits each for elements that overflow, that
+    underflow and that are not zero. ``amax`` is int32, the bits of the largest magnitude. ``moments`` is float32, for
+    each ``measured`` site the sums of squares, of logarithms and of their squares, returned in steps that measure. The
+    moments of ``scaled`` sites carry the site's scale exponent too.
+    """
 
     lost: Node
     amax: Node
@@ -42,13 +36,17 @@ def _gathered(call: FakeCall) -> object:
 
 
 class Gathered(Call, op="gathered", fake=_gathered):
-    """Add up striped counters."""
+    """Add up striped counters of kernels (`fxprec.numerics.stats`): rows of counts, float64."""
 
     counters: Node
 
 
 class Ln(Call, op="ln", fake=lambda call: torch.empty_like(call.x), tags=(torch.Tag.pointwise,)):
-    """Take the natural logarithm; approximate on a GPU."""
+    """Take the natural logarithm of positive float32.
+
+    A GPU uses its approximation, off by 2e-7 near 1 and by 2^-22 of the result elsewhere. It takes a third of the
+    instructions of an exact logarithm and is accurate enough for statistics.
+    """
 
     x: Node
 

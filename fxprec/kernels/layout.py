@@ -1,11 +1,4 @@
-"""Operators that write tensors in the layout that kernels need.
-
-``laid_out(x, dtype, channels_last) -> y``
-    On CPUs, a convolution's weights or their gradient, in float32 or bfloat16 and in the layout of the next reader:
-    channels-last if ``channels_last``, otherwise contiguous.
-``side_by_side(pieces) -> x``
-    The pieces joined along the last dimension, each written in place by the kernel that computes it.
-"""
+"""Operators that write tensors in the layout that kernels need."""
 
 from __future__ import annotations
 
@@ -25,7 +18,10 @@ def _laid_out(call: FakeCall) -> torch.Tensor:
 
 
 class LaidOut(Call, op="laid_out", fake=_laid_out, tags=KERNEL_TAGS):
-    """Convert a convolution's weight, or its gradient, to a dtype and a memory format."""
+    """Convert a convolution's weight on a CPU, or its gradient, to a dtype and the layout of its next reader.
+
+    The dtype is float32 or bfloat16. The layout is channels-last if ``channels_last``, otherwise contiguous.
+    """
 
     x: Node
     dtype: torch.dtype
@@ -33,6 +29,6 @@ class LaidOut(Call, op="laid_out", fake=_laid_out, tags=KERNEL_TAGS):
 
 
 class SideBySide(Call, op="side_by_side", fake=lambda call: torch.cat(list(call.pieces), -1)):
-    """Join pieces along the last dimension; each piece's kernel writes into the whole."""
+    """Join pieces along the last dimension; the kernel that computes a piece writes it in place into the whole."""
 
     pieces: Tensors

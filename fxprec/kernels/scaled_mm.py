@@ -1,11 +1,5 @@
 """Products of operands in blocks on tensor cores that scale: `torch.nn.functional.scaled_mm`.
 
-``scaled_mm(a, b, scale_a, scale_b, whole_a, whole_b, bias, format, dtype) -> y``
-    ``a`` (M, bytes) and ``b`` (N, bytes) are codes, each row along the summed dimension. ``scale_a`` and ``scale_b``
-    are the scales of their blocks in the layout of `fxprec.numerics.swizzle`; all are uint8. ``whole_a`` and
-    ``whole_b`` are float32 (1,) scales of the tensors, for formats that have one. The result is (M, N) in ``dtype``,
-    with ``bias`` (N,) added.
-
 Inductor's lowering of ``aten::_scaled_mm_v2`` refuses swizzled scales (torch 2.13), so the call is an operator of
 fxprec's. On a CPU it is computed from the arguments that torch would get (`fxprec.runtime.scaled_mm`).
 """
@@ -28,7 +22,12 @@ def _product(call: FakeCall) -> Any:
 
 
 class ScaledMm(Call, op="scaled_mm", fake=_product):
-    """Multiply operands in blocks."""
+    """Multiply operands in blocks, and add ``bias`` (N,): the result is (M, N) in ``dtype``.
+
+    ``a`` (M, bytes) and ``b`` (N, bytes) are codes, each row along the summed dimension. ``scale_a`` and ``scale_b``
+    are the scales of their blocks in the layout of `fxprec.numerics.swizzle`; all are uint8. ``whole_a`` and
+    ``whole_b`` are float32 (1,) scales of the tensors, for formats that have one.
+    """
 
     a: Node
     b: Node
