@@ -10,10 +10,13 @@ from torch import nn
 
 import fxprec
 from fxprec.cli import main
+from fxprec.diagnosis.rounding import rounded
 from fxprec.driver.record import WatchedHalf
 from fxprec.errors import ConfigError, FxprecWarning
+from fxprec.numerics.blocks import find
+from fxprec.numerics.rounding import COMPILE_ABOVE
 from fxprec.report import safetensors
-from fxprec.report.tensors import UNDERFLOWS, read_tensors
+from fxprec.report.tensors import UNDERFLOWS, Dumped, Origin, facts, read_tensors
 
 
 class Net(nn.Module):
@@ -252,3 +255,12 @@ def test_a_line_that_no_page_could_show_is_refused(tmp_path):
             list(read_tensors(tmp_path))
     (tmp_path / "tensors.jsonl").write_text(json.dumps(row | {"amax": "inf"}) + "\n")
     assert next(read_tensors(tmp_path))["amax"] == math.inf
+
+
+def test_a_large_tensor_is_rounded_whole_to_blocks_below_a_scale_of_the_tensor():
+    """In pieces of 2^20 elements each piece had a scale of its own: no element of the first underflowed."""
+    x = torch.full((COMPILE_ABOVE + 64,), 1e-3)
+    x[-1] = 1e6
+    origin = Origin(tensor="x", kind="output", module="", source="", site=None, format="nvfp4", scale_exponent=0)
+    assert facts(Dumped(origin, x, x))[0]["underflow"] == x.numel() - 1
+    assert torch.equal(rounded(x, find("nvfp4")), fxprec.quantize(x, "nvfp4"))
