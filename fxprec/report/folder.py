@@ -67,6 +67,9 @@ class GraphDump:
     write ends the dump instead, so that a full disk does not end the run.
     """
 
+    looks_on = True
+    """Whether texts of passes and plans for other budgets are needed too."""
+
     def __init__(self, folder: DumpFolder, index: int) -> None:
         self._folder, self._index = folder, index
         self.tell: Callable[[str], None] | None = None
@@ -84,11 +87,6 @@ class GraphDump:
     def plan_only(self) -> bool:
         """Return whether only the plan is needed, because it is made for another machine than this one."""
         return self._folder.plan_only
-
-    @property
-    def looks_on(self) -> bool:
-        """Return whether texts of passes and plans for other budgets are needed too."""
-        return True
 
     @_spares_training
     def start(self) -> None:

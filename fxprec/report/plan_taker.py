@@ -27,13 +27,11 @@ class PlanTaker(DumpFolder):
 
 
 class _Taken(GraphDump):
+    looks_on = False
+
     def __init__(self, taker: PlanTaker, index: int) -> None:
         super().__init__(taker, index)
         self._taker = taker
-
-    @property
-    def looks_on(self) -> bool:
-        return False
 
     def finish(self, plan: Plan) -> None:
         self._taker.plans.append(plan)
