@@ -98,7 +98,9 @@ def watched(patch: pytest.MonkeyPatch) -> list[int]:
 
     def watch(plan: Plan, forward: Graph, num_outputs: int, inputs: Any) -> Plan:
         found[:] = [
-            n.meta["val"].nbytes for n in results_of(forward)[num_outputs:] if getattr(n, "target", 0) is WaitOffload.target
+            n.meta["val"].nbytes
+            for n in results_of(forward)[num_outputs:]
+            if getattr(n, "target", 0) is WaitOffload.target
         ]
         return of(plan, forward, num_outputs, inputs)
 

@@ -103,7 +103,9 @@ def moved_to_cuda(gm: GraphModule) -> GraphModule:
     for node in gm.graph.nodes:
         if str(node.kwargs.get("device")) == "cpu":
             node.kwargs = {**node.kwargs, "device": CUDA}
-        if node.op == "placeholder" and not any(user.target is Reload.target and user.args[0] is node for user in node.users):
+        if node.op == "placeholder" and not any(
+            user.target is Reload.target and user.args[0] is node for user in node.users
+        ):
             node.meta["val"] = _on_cuda(node.meta["val"], mode)
     gm.recompile()
     propagate(gm)

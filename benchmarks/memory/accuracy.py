@@ -108,7 +108,9 @@ def train(task: Task, side: str, seed: int) -> Run:
     held_out, accuracy = _scores(task, model.eval())
     promotions = sum(e.kind == "promotion" for e in backend.events) if backend is not None else 0
     last = statistics.mean(losses[-max(1, task.steps // 10) :])
-    return Run(task.name, side, seed, task.steps, sum(saved.values()), held_out, accuracy, last, promotions, round(seconds, 1))
+    return Run(
+        task.name, side, seed, task.steps, sum(saved.values()), held_out, accuracy, last, promotions, round(seconds, 1)
+    )
 
 
 @torch.no_grad()

@@ -39,9 +39,7 @@ class Examined:
     """Sites by the name of the cast."""
 
     @classmethod
-    def of(
-        cls, index: int, halves: Mapping[str, RecordedHalf], inputs: Sequence[GraphInput], prefix: str
-    ) -> Examined:
+    def of(cls, index: int, halves: Mapping[str, RecordedHalf], inputs: Sequence[GraphInput], prefix: str) -> Examined:
         """Run the step without rounding, and differentiate its backward half."""
         forward, backward = halves["forward"], halves["backward"]
         made = forward.compiled

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
-from typing import Any
 
 from torch import Tensor
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from fxprec.plan import Plan, Site
+from fxprec.plan import Plan
 from fxprec.report import safetensors
 from fxprec.report.history import FILE, rows_of
 from fxprec.report.load import plans_of

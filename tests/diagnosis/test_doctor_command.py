@@ -91,7 +91,10 @@ def test_saved_states_say_which_module_became_fragile_when(target, tmp_path, cap
         (["patient.py:nothing"], "returned Linear; let it return (model, batch) or (model, batch, loss)"),
         (["patient.py:mak"], "has no callable 'mak'; did you mean 'make'"),
         (["patient.py:make", "--recipe", "fp9"], "unknown recipe 'fp9'"),
-        (["patient.py:make", "--checkpoint", "step-*.pt", "--formats", "bf16"], "--formats has no effect with --checkpoint"),
+        (
+            ["patient.py:make", "--checkpoint", "step-*.pt", "--formats", "bf16"],
+            "--formats has no effect with --checkpoint",
+        ),
         (["patient.py:make", "--checkpoint", "none-*.pt"], "matches no file; give a pattern such as 'run/step-*.pt'"),
         (["patient.py:make", "--checkpoint", "patient.py"], "cannot be read as a checkpoint"),
         (["patient.py:make", "--checkpoint", "other.pt"], "is not a state of Sequential: Missing key(s)"),
