@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -90,12 +89,12 @@ def as_cast(table: Tensor) -> Read:
         if not cast.reads:
             return x
         call, back = cast.call, cast.reads[0]
-        made = _Stored.of(table, cast, x)
+        _, codes, whole = _stored(table, cast, x)
         if is_in_blocks(call.format):
-            given = made.codes, table, back.row, back.format, back.storage, x.dtype, x.numel(), made.whole
+            given = codes, table, back.row, back.format, back.storage, x.dtype, x.numel(), whole
             found: Tensor = DEQUANTIZE(*given)
             return found.view(x.shape)
-        found = DEQUANTIZE(made.codes, table, back.row, back.format, back.storage, torch.float32)
+        found = DEQUANTIZE(codes, table, back.row, back.format, back.storage, torch.float32)
         put_on = int(table[call.row, CARRIED]) + int(table[call.row, 0]) if cast.in_backward else 0
         read_back: Tensor = (found * 2.0 ** (_taken_off(table, cast, back) - put_on)).to(x.dtype)
         return read_back
@@ -105,29 +104,22 @@ def as_cast(table: Tensor) -> Read:
 
 def bias_of(table: Tensor, cast: Cast, x: Tensor, fmt: AnyFormat) -> Bias:
     """Measure how biased the rounding of a copy of ``x`` to ``fmt`` is, as the graph stores it."""
-    made = _Stored.of(table, cast, x)
-    return cast_bias(made.x, made.codes, cast.call, fmt, table, made.whole)
+    given, codes, whole = _stored(table, cast, x)
+    return cast_bias(given, codes, cast.call, fmt, table, whole)
 
 
-class _Stored(NamedTuple):
-    """The result of a cast."""
+def _stored(table: Tensor, cast: Cast, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Store ``x`` as the graph does; return the input of the cast, its codes, and the scale of a tensor in blocks.
 
-    x: Tensor
-    """The cast's input: a gradient has its scale on."""
-    codes: Tensor
-    whole: Tensor | None
-    """The scale of a tensor in blocks."""
-
-    @classmethod
-    def of(cls, table: Tensor, cast: Cast, x: Tensor) -> Self:
-        """Store ``x`` as the graph does; stochastic rounding uses another seed."""
-        call = cast.call
-        if is_in_blocks(call.format):
-            seed = None if call.seed is None else torch.tensor([cast.row], dtype=torch.int32, device=x.device)
-            whole = None if call.whole is None else TENSOR_SCALE(x, call.format)
-            return cls(x, QUANTIZE(x, table, call.row, call.format, call.storage, seed, whole), whole)
-        carried = x * 2.0 ** (int(table[call.row, CARRIED]) if cast.in_backward else 0)
-        return cls(carried, QUANTIZE(carried, table, call.row, call.format, call.storage), None)
+    A gradient as input has its scale on. Stochastic rounding uses another seed.
+    """
+    call = cast.call
+    if is_in_blocks(call.format):
+        seed = None if call.seed is None else torch.tensor([cast.row], dtype=torch.int32, device=x.device)
+        whole = None if call.whole is None else TENSOR_SCALE(x, call.format)
+        return x, QUANTIZE(x, table, call.row, call.format, call.storage, seed, whole), whole
+    carried = x * 2.0 ** (int(table[call.row, CARRIED]) if cast.in_backward else 0)
+    return carried, QUANTIZE(carried, table, call.row, call.format, call.storage), None
 
 
 def _taken_off(table: Tensor, cast: Cast, back: Dequantize) -> int:
