@@ -47,7 +47,7 @@ class Examined:
         found = cls(index, made.plan, Lab(forward, backward), prefix)
         further = {} if made.scales is None else made.scales.site_of
         found.sites = {
-            c.name: found.plan.sites[further.get(c.row, c.row)]
+            c.name: found.plan.sites[further.get(c.call.row, c.call.row)]
             for c in found.lab.casts
             if c.reads and c.operand_of is None
         }

@@ -43,7 +43,6 @@ class Cast:
 
     name: str
     """Name of the ``quantize`` node."""
-    row: int
     in_backward: bool
     call: Quantize
     reads: tuple[Dequantize, ...]
@@ -203,7 +202,7 @@ def _casts(*halves: GraphModule) -> list[Cast]:
         for q, call in Quantize.among(Quantize.nodes(gm.graph)):
             reads = [d for half in halves[i:] for d in _reads(half, q.name)]
             of = q.meta.get(OPERAND_META)
-            found.append(Cast(q.name, call.row, bool(i), call, tuple(reads), *_keeps_signs(call.x), of))
+            found.append(Cast(q.name, bool(i), call, tuple(reads), *_keeps_signs(call.x), of))
     return found
 
 

@@ -115,7 +115,7 @@ def _stored(table: Tensor, cast: Cast, x: Tensor) -> tuple[Tensor, Tensor, Tenso
     """
     call = cast.call
     if is_in_blocks(call.format):
-        seed = None if call.seed is None else torch.tensor([cast.row], dtype=torch.int32, device=x.device)
+        seed = None if call.seed is None else torch.tensor([cast.call.row], dtype=torch.int32, device=x.device)
         whole = None if call.whole is None else TENSOR_SCALE(x, call.format)
         return x, QUANTIZE(x, table, call.row, call.format, call.storage, seed, whole), whole
     carried = x * 2.0 ** (int(table[call.row, CARRIED]) if cast.in_backward else 0)
@@ -124,7 +124,7 @@ def _stored(table: Tensor, cast: Cast, x: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 def _taken_off(table: Tensor, cast: Cast, back: Dequantize) -> int:
     """Return the gradient-scale exponent that reading takes off, even off a forward value that gradients multiply."""
-    own = 0 if cast.in_backward else int(table[cast.row, 0])
+    own = 0 if cast.in_backward else int(table[cast.call.row, 0])
     return 0 if back.is_as_stored else int(table[back.row, 0]) - own
 
 
