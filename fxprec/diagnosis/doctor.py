@@ -69,10 +69,12 @@ class Request:
             promote_above=None,
             dump=None,
             dump_tensors=None,
+            dump_every=None,
+            dump_limit=None,
             watch_every=None,
             verify=False,
         )
-        base = {name: value for name, value in given.items() if name not in ("dump", "dump_tensors")}
+        base = {name: value for name, value in given.items() if not name.startswith("dump")}
         return cls(config, base, formats, tolerance, reruns, high_share)
 
 

@@ -231,3 +231,11 @@ def test_a_model_without_parameters_to_train_or_already_compiled():
         fxprec.doctor(nn.Linear(16, 8).requires_grad_(False), torch.randn(4, 16))
     with pytest.raises(fxprec.ConfigError, match="model is compiled already; give"):
         fxprec.doctor(torch.compile(nn.Linear(16, 8)), torch.randn(4, 16))
+
+
+def test_a_step_with_options_of_a_dump_is_examined_without_them():
+    """Without ``dump_tensors`` its own options contradict the rest."""
+    dump = {"dump": "folder", "dump_tensors": ("*",), "dump_every": 10, "dump_limit": 0}
+    request = Request.of({"recipe": "fp8", **dump})
+    assert request.base == {"recipe": "fp8"}
+    assert not any(getattr(request.config, name) for name in dump)
