@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field
 from fractions import Fraction
 from numbers import Integral, Real
-from typing import Self, SupportsFloat, SupportsInt, TypeVar, cast
+from typing import Any, Self, SupportsFloat, SupportsInt, TypeVar, cast
 
 from fxprec.errors import ConfigError, FormatError, did_you_mean
 from fxprec.numerics.blocks import BlockFormat, find_blocks
@@ -41,6 +41,13 @@ class Options:
             if name not in given and field.default is MISSING:
                 raise ConfigError(f"{cls.__name__} needs {name!r}, which is missing; add it")
         return super().__new__(cls)
+
+
+def options_of(value: object, allowed: str = "such as {'recipe': 'fp8', 'low_ratio': 0.6}") -> Mapping[str, Any]:
+    """Return options as a mapping; None gives an empty one. Raises `ConfigError` for anything else."""
+    if value is None or isinstance(value, Mapping):
+        return value or {}
+    raise ConfigError(f"options is {value!r}; give it a dict {allowed}")
 
 
 def one_of(field: str, value: object, allowed: Sequence[str], others: str = "") -> str:

@@ -209,14 +209,11 @@ class Config:
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> Self:
         """Return the config for ``torch.compile``'s ``options``; None means no options. Raises `ConfigError`."""
-        if options is None:
-            return cls()
-        if not isinstance(options, Mapping):
-            raise ConfigError(f"options is {options!r}; give it a dict such as {{'recipe': 'fp8', 'low_ratio': 0.6}}")
-        for name in options:
+        given = checks.options_of(options)
+        for name in given:
             if not isinstance(name, str):
                 raise ConfigError(f"option name {name!r} is not a string; the options are {', '.join(_names())}")
-        return cls(**options)
+        return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data, with a recipe as its format names and a policy function as its qualified name."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fxprec.config import Config
-from fxprec.config.checks import above_zero, integer, ratio
+from fxprec.config.checks import above_zero, integer, options_of, ratio
 from fxprec.driver.backend import Backend
 from fxprec.errors import ConfigError, writing
 from fxprec.report.result import plain
@@ -157,7 +157,7 @@ def choose(
     train on: a loss or, with ``higher_is_better``, an accuracy. ``tolerance`` is how much worse than without fxprec
     that number may be, in its own units. ``options`` are `Config`'s, without ``low_ratio``. Raises `ConfigError`.
     """
-    given = {"recipe": "fp8", **(options or {})}
+    given = {"recipe": "fp8", **options_of(options)}
     ratios = _checked(train, given, ratios)
     seeds, tell = integer("seeds", seeds, least=1), tell or (lambda line: None)
     tolerance = above_zero("tolerance", tolerance, "how much worse the score may be, such as 0.01", or_zero=True)

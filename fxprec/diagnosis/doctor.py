@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fxprec.config import Config, Settings
-from fxprec.config.checks import above_zero, integer, ratio
+from fxprec.config.checks import above_zero, integer, options_of, ratio
 from fxprec.config.processor import PORTABLE
 from fxprec.diagnosis.advice import TOLERANCE, Advice, advise, gemms_to_hold, hold_gemms
 from fxprec.diagnosis.diagnosis import Diagnosis
@@ -49,9 +49,7 @@ class Request:
     @classmethod
     def of(cls, options: Mapping[str, Any] | None) -> Request:
         """Read the options. Raises `ConfigError`."""
-        if options is not None and not isinstance(options, Mapping):
-            raise ConfigError(f"options is {options!r}; give it a dict such as {{'recipe': 'fp8'}}")
-        given = {"recipe": "fp8", **(options or {})}
+        given = {"recipe": "fp8", **options_of(options)}
         formats = _formats(given.pop("formats", FORMATS))
         tolerance = above_zero("tolerance", given.pop("tolerance", TOLERANCE), "a damage above 0, such as 0.1")
         reruns = integer("reruns", given.pop("reruns", RERUNS), least=0)

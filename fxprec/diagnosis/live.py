@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.config import Config
+from fxprec.config.checks import options_of
 from fxprec.diagnosis.subject import Subject
 from fxprec.driver.backend import Backend
 from fxprec.driver.named import find_backend
@@ -55,15 +56,14 @@ class Live:
 
     def own_options(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the backend's options and those of the diagnosis. Raises `ConfigError` for other options."""
-        if options is not None and not isinstance(options, Mapping):
-            raise ConfigError(f"options is {options!r}; give it a dict of {', '.join(OWN)}")
-        foreign = [name for name in options or () if name not in OWN]
+        given = options_of(options, f"of {', '.join(OWN)}")
+        foreign = [name for name in given if name not in OWN]
         if foreign:
             raise ConfigError(
                 f"{foreign[0]!r} is not an option for a running backend, whose own options stay in force; give it "
                 f"{', '.join(OWN)}, or examine the module itself"
             )
-        return {**_options_of(self.backend), **(options or {})}
+        return {**_compiled_with(self.backend), **given}
 
     def record(self) -> tuple[float, Recorder]:
         """Run the step; return the loss, NaN if the step returned none, and the recording. Raises `ConfigError`."""
@@ -80,10 +80,10 @@ def not_trained_yet(model: object, options: object) -> tuple[object, Any]:
     backend = find_backend(model)
     if backend is None or not (options is None or isinstance(options, Mapping)):
         return model, options
-    return getattr(model, "_orig_mod", model), {**_options_of(backend), **(options or {})}
+    return getattr(model, "_orig_mod", model), {**_compiled_with(backend), **(options or {})}
 
 
-def _options_of(backend: Backend) -> dict[str, Any]:
+def _compiled_with(backend: Backend) -> dict[str, Any]:
     """Return the options that a backend was made with, without those that equal the default."""
     plain = Config()
     given = {f.name: getattr(backend.config, f.name) for f in fields(plain)}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fxprec.config import Config
+from fxprec.config.checks import options_of
 from fxprec.errors import ConfigError, first_line
 from fxprec.testing.case import STEPS, Case, Compiled, Tensors
 from fxprec.testing.measure import Measured, measure
@@ -22,7 +23,7 @@ def largest_error(
 
     ``factory`` and ``inputs`` as in `fxprec.testing.verify`, ``options`` as in `fxprec.Config`.
     """
-    config = Config.from_options({"lowering": "eager", **(options or {})})
+    config = Config.from_options({"lowering": "eager", **options_of(options)})
     worst = furthest(Case.make(factory, inputs), config)
     return worst.name, worst.error
 

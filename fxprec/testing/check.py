@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fxprec.config import Config
-from fxprec.config.checks import one_of
+from fxprec.config.checks import one_of, options_of
 from fxprec.driver.backend import Backend
 from fxprec.errors import ConfigError, NumericsError
 from fxprec.numerics.formats import BF16, parse
@@ -99,7 +99,7 @@ def verify(
     Raises `ConfigError`, `ReferenceRunError` and `GoldenError` if it cannot compare; wrong numbers raise nothing.
     """
     thresholds = thresholds or Thresholds()
-    config = Config.from_options({"lowering": "eager", **(options or {})})
+    config = Config.from_options({"lowering": "eager", **options_of(options)})
     stored = goldens.load(golden) if golden is not None and golden.exists() and not update else None
     case = Case.make(factory, inputs, loss=loss, seed=seed)
     exact, yardstick = case.reference(), case.yardstick(thresholds.reference)

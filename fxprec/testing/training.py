@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fxprec.config import Config
+from fxprec.config.checks import options_of
 from fxprec.errors import ConfigError, GoldenError, NumericsError
 from fxprec.plan.lines import aligned
 from fxprec.report.result import plain
@@ -91,7 +92,7 @@ def verify_training(
     """
     if steps < 1 or seeds < 2:
         raise ConfigError(f"steps is {steps} and seeds {seeds}; give at least 1 step and 2 seeds")
-    config = Config.from_options({"lowering": "eager", **(options or {})})
+    config = Config.from_options({"lowering": "eager", **options_of(options)})
     make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     stored = _load(golden, steps) if golden.exists() and not update else None
     curves = []

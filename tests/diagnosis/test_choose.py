@@ -126,6 +126,8 @@ def test_a_function_that_trains_nothing_or_returns_no_number_is_refused() -> Non
         fxprec.choose(lambda backend, seed: 0.0, ratios=(1.0,), seeds=1)
     with pytest.raises(ConfigError, match="train returned NoneType; let it return one number"):
         fxprec.choose(lambda backend, seed: None, ratios=(1.0,), seeds=1)
+    with pytest.raises(ConfigError, match="options is 3; give it a dict such as"):
+        fxprec.choose(lambda backend, seed: 0.0, options=3)
     with pytest.raises(ConfigError, match=r"train is int; give a function train\(backend, seed\) that returns a score"):
         fxprec.choose(3)
 
