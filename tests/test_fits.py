@@ -226,6 +226,12 @@ def test_gradients_summed_in_bf16_are_counted_in_16_bits() -> None:
     assert summed - plain == 2 * 2 * (64 * 64 + 64)
 
 
+def test_what_the_plan_does_not_fulfil_is_said() -> None:
+    code, said = run("t.py:make", "--gpu", "100MiB", "--keep-high", "heads", "--json")
+    assert code == 0
+    assert any("keep_high pattern 'heads' matches no module" in line for line in json.loads(said)["not_done"])
+
+
 def test_the_command_says_no_and_why_as_json() -> None:
     code, said = run("t.py:on_many", "--gpu", "1KiB", "--batch", "5", "--json")
     found = json.loads(said)
@@ -271,9 +277,8 @@ def test_a_mistake_is_one_line(arguments: str, said: str, capsys: pytest.Capture
 
 def test_a_plan_alone_is_taken_while_torch_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under TORCH_TRACE the texts of passes were written to a folder that nobody had made."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fxprec.compat.traces_artifacts", lambda: True)
     taker, config = PlanTaker(), fxprec.Config(recipe="fp8", lowering="eager")
     backend = fxprec.Backend(config, dump=taker)
     plan_under_fakes(lambda: (nn.Linear(8, 8), torch.ones(2, 8)), backend, "model.py:make", taker)
-    assert (len(taker.plans), list(tmp_path.iterdir())) == (1, [])
+    assert (len(taker.plans), [path.name for path in tmp_path.iterdir()]) == (1, ["t.py"])

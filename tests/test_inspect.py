@@ -126,6 +126,13 @@ def test_a_dump_says_that_a_graph_is_of_an_evaluation(dumped, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / "graph-0"), said]
 
 
+@pytest.mark.parametrize("command", ["dump", "export"])
+def test_what_a_plan_does_not_fulfil_is_told_on_standard_error(dumped, tmp_path, capsys, command):
+    arguments = ("--recipe", "fp8", "--keep-high", "heads", "--out", tmp_path / "out")
+    assert run(command, f"{dumped}/net.py:make", *arguments) == 0
+    assert "not done: assign-precision: keep_high pattern 'heads' matches no module" in capsys.readouterr().err
+
+
 def test_the_environment_names_the_folder_too_and_a_second_model_gets_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("FXPREC_DUMP", str(tmp_path))
     for _ in range(2):

@@ -66,4 +66,6 @@ def _plans(target: str, recipe: str, keep_high: str, low_ratio: float | None) ->
     config = Config(recipe=recipe, keep_high=modules(keep_high), low_ratio=low_ratio, lowering="eager")
     taker = PlanTaker()
     plan_under_fakes(find_factory(target), Backend(config, dump=taker), target, taker)
+    for line in taker.told:
+        print(f"not done: {line}")
     return taker.plans

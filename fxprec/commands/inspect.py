@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -63,6 +64,8 @@ def dump(
     folder = DumpFolder(out, plan_only=True)
     folder.forget()
     plan_under_fakes(factory, Backend(config, dump=folder), target, folder)
+    for line in folder.told:
+        print(f"not done: {line}", file=sys.stderr)
     for graph in sorted(folder.root.glob("graph-*")):
         print(graph)
         plan = Plan.load(graph / "plan.json")

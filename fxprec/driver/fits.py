@@ -84,10 +84,9 @@ class Question:
             why, enough = f"{free}{error}", trial.memory_for(error.enough)
         if not why and not trial.taker.plans:
             raise ConfigError(f"target {self.target!r}: no graph of it trains; let model(*inputs) run with gradients")
-        told = tuple(f"{e.site}: {e.detail}" for e in trial.backend.events if e.kind in ("fallback", "limit"))
         plan = None if why else trial.taker.plans[0]
         size, length = trial.sizes
-        return Answer(size, length, self.budget, trial.reserved, trial.device.type, plan, why, enough, told)
+        return Answer(size, length, self.budget, trial.reserved, trial.device.type, plan, why, enough, trial.taker.told)
 
 
 class _Trial:

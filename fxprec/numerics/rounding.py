@@ -222,7 +222,10 @@ def _run(
 
 
 def _is_large(x: torch.Tensor) -> bool:
-    return not torch.compiler.is_compiling() and x.numel() > COMPILE_ABOVE
+    """Return whether the kernel pays. Fake tensors have no memory to run it on; under a fake mode new ones are fake."""
+    if torch.compiler.is_compiling() or x.numel() <= COMPILE_ABOVE:
+        return False
+    return compat.fake_mode_of(x.new_empty(0)) is None
 
 
 def _run_compiled(
@@ -231,12 +234,10 @@ def _run_compiled(
     """Run the fused kernel over flat tensors; return False, with one warning, if no kernel can be compiled."""
     flat = out.view(-1) if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device).view(-1)
     source = x.contiguous().view(-1)
-    is_fake = compat.fake_mode_of(x) is not None  # a row with fake tensors must not be cached
-    columns = (_columns.__wrapped__ if is_fake else _columns)(rows, x.device)
     target = flat.view(torch.int32) if flat.dtype == torch.uint32 else flat
     try:
         fused = _fused(kernel, x.dtype, target.dtype, x.device.type)
-        fused(source, None if random is None else random.view(-1), *columns, target)
+        fused(source, None if random is None else random.view(-1), *_columns(rows, x.device), target)
     except Exception as error:
         cause = native.inductor().cause_of_no_code(error)
         if cause is None:

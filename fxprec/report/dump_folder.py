@@ -25,6 +25,7 @@ class DumpFolder:
 
     def __init__(self, path: Path, *, plan_only: bool = False) -> None:
         self.path, self.plan_only = path, plan_only
+        self.told: tuple[str, ...] = ()  # what a plan made under fake tensors does not fulfil, and its limits
 
     @classmethod
     def of(cls, config: Config) -> DumpFolder | None:

@@ -136,8 +136,8 @@ def _add_dumps(tracks: list[Track], graph: str, folder: Path) -> None:
         track = known.get((row["tensor"], row["kind"]))
         last, count = before.get(row["half"], (-(2**31), 0))
         if track is None:
-            place = (row[name] for name in ("tensor", "kind", "module", "source", "dtype"))
-            track = Track(graph, *place, (last, count + 1), False)
+            tensor, kind, module, source, dtype = (row[n] for n in ("tensor", "kind", "module", "source", "dtype"))
+            track = Track(graph, tensor, kind, module, source, dtype, (last, count + 1), False)
             known[row["tensor"], row["kind"]] = track
             tracks.append(track)
         before[row["half"]] = track.position

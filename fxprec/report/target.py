@@ -24,7 +24,7 @@ from fxprec.compat import (
     tree_map_only,
     users_line,
 )
-from fxprec.errors import ConfigError, FxprecError, did_you_mean, first_line
+from fxprec.errors import ConfigError, FxprecError, FxprecWarning, did_you_mean, first_line
 from fxprec.report.dump_folder import DumpFolder
 
 Factory = Callable[..., Any]
@@ -101,9 +101,11 @@ def _import(place: str) -> Any:
 
 
 def plan_under_fakes(factory: Factory, backend: Callable[..., Any], target: str, folder: DumpFolder) -> None:
-    """Build ``(model, example inputs)`` and compile until ``folder`` has a plan. Raises `FxprecError`."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, warnings.catch_warnings(), _uncollected(), quiet_fakes():
-        warnings.simplefilter("ignore")  # of the user's code and of torch's tracing, not of a run
+    """Build ``(model, example inputs)`` and compile until ``folder`` has a plan; its ``told`` are fxprec's warnings.
+
+    Raises `FxprecError`.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _told_to(folder), _uncollected(), quiet_fakes():
         try:
             with converting_fakes():
                 model, args, keywords = _made(factory(), target)
@@ -118,6 +120,18 @@ def plan_under_fakes(factory: Factory, backend: Callable[..., Any], target: str,
                 f"target {target!r}: cannot be planned under fake tensors: {line_of(error)}; make it run as "
                 "model(*inputs) without reading values"
             ) from error
+
+
+@contextmanager
+def _told_to(folder: DumpFolder) -> Iterator[None]:
+    """Keep fxprec's warnings; ignore those of the user's code and of torch's tracing, which are not of a run."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", FxprecWarning)
+        try:
+            yield
+        finally:
+            folder.told = tuple(dict.fromkeys(str(warning.message) for warning in caught))
 
 
 @contextmanager
