@@ -173,6 +173,7 @@ def test_names() -> None:
         (lambda: blocks.find("bf17"), "did you mean 'bf16'"),
         (lambda: find_blocks("bf16"), "'bf16' has no blocks; give a block format, such as 'mxfp4'"),
         (lambda: BlockFormat(Format(4, 3), 7, "e8m0"), "block=7 is not a size of a block; use a power of two"),
+        (lambda: BlockFormat(Format(4, 3), 32, ["e8m0"]), "scale=['e8m0'] is unknown; use one of"),
         (lambda: blocks.find("int3/64:bf16"), "use 1, 2, 4 or 8"),
         (lambda: blocks.find("int4/48:bf16"), "power of two from 8 to 4096"),
         (lambda: blocks.find("int4/64:e8m0"), "use scale='bf16'"),

@@ -70,7 +70,7 @@ class BlockFormat:
             raise FormatError(
                 f"block={self.block!r} is not a size of a block; use a power of two from 8 to {_LARGEST_BLOCK}"
             )
-        if self.scale not in _SCALE_DTYPES:
+        if not isinstance(self.scale, str) or self.scale not in _SCALE_DTYPES:
             raise FormatError(f"scale={self.scale!r} is unknown; use one of {list(_SCALE_DTYPES)}")
         if self.tensor_scale and self.scale != "e4m3fn":
             raise FormatError(f"a tensor scale with {self.scale} scales would change nothing; use it with e4m3fn")

@@ -14,28 +14,22 @@ _WIDTH, _HEIGHT = 64, 14
 
 
 def moments(plan: Plan) -> list[list[int]]:
-    """Return the bytes of each part in `HELD` at moments of the step, in order; empty without a step budget."""
-    if plan.whole_step is None or plan.peak_bytes is None:
-        return []
-    whole = plan.whole_step
+    """Return the bytes of each part in `HELD` at moments of the step, in order. The plan was made for a step budget."""
+    whole, peak = plan.whole_step, plan.peak_bytes
+    assert whole is not None
+    assert peak is not None, "a step budget is held by a peak budget"
     there = {"weights": whole.weights, "optimizer states": whole.states, "gradients": whole.gradients}
-    return [
-        [there.get(name, 0) + sum(row[i] for i in _PARTS.get(name, ())) for name in HELD]
-        for row in plan.peak_bytes.live
-    ]
+    return [[there.get(name, 0) + sum(row[i] for i in _PARTS.get(name, ())) for name in HELD] for row in peak.live]
 
 
 def at_the_peak(plan: Plan) -> dict[str, int]:
     """Return the bytes of each part in `HELD` at the step's peak."""
-    rows = moments(plan)
-    return dict(zip(HELD, max(rows, key=sum), strict=True)) if rows else {}
+    return dict(zip(HELD, max(moments(plan), key=sum), strict=True))
 
 
 def picture(plan: Plan, budget: int) -> list[str]:
     """Return lines that draw the moments as columns, stacked in the order of `HELD`, up to the budget."""
     rows = moments(plan)
-    if not rows:
-        return []
     width = min(_WIDTH, len(rows))
     cuts = [i * len(rows) // width for i in range(width + 1)]
     columns = [max(rows[a:b], key=sum) for a, b in pairwise(cuts)]
