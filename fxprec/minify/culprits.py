@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from fxprec.config import Config
+from fxprec.config import Config, Settings
 from fxprec.errors import ConfigError
 from fxprec.minify.oracle import Exact
 from fxprec.plan import Site
@@ -70,6 +70,12 @@ def find_culprits(case: Case, config: Config, *, tensor: str | None = None, top:
     each subset. Errors of independent roundings add up as squares, so the square of a subset's error bounds what its
     parts add. Subsets are halved, the most harmful first. Raises `ConfigError`.
     """
+    recipe = Settings.of(config).recipe
+    if recipe.saved is not None:
+        raise ConfigError(
+            f"recipe {recipe.name!r} saves copies in {recipe.saved.name}, and the search runs in storage='simulate', "
+            "which stores no copies; search with a recipe without it"
+        )
     compiled = Compiled(case, replace(config, storage="simulate", lowering="eager", promote_above=None))
     exact = Exact.of(case)
     planned = exact.errors(compiled.run(STEPS))

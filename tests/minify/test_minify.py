@@ -136,6 +136,7 @@ def test_wrong_use_is_one_line(net, capsys):
             "'nobody' is not one of the tensors compared; give one of output, loss, a.weight.grad",
         ),
         (("--recipe", "fp32"), "holds everything in float32"),
+        (("--recipe", "fp8+int4"), "recipe 'fp8+int4' saves copies in int4, and the search runs in storage='simulate'"),
     ):
         assert run("minify", f"{net}:make", *arguments) == 2
         said = capsys.readouterr().err
