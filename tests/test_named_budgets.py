@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxprec
-from benchmarks.options.training import NETWORKS
+from benchmarks.options.networks import NETWORKS
 from fxprec.driver.attempts import CodePeak, PeakAttempts
 from fxprec.driver.memory import CompiledPeak
 from fxprec.plan import PeakBytes

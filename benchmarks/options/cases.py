@@ -8,6 +8,7 @@ from typing import Any
 
 import fxprec
 from benchmarks.graphs.check import HARDWARE, NEAR
+from benchmarks.options.networks import IMAGES, NETWORKS, TOKENS
 
 Case = Mapping[str, Any]
 """Settings by name; what is left out is the first of its choices."""
@@ -50,20 +51,42 @@ LOOP: dict[str, tuple[Any, ...]] = {
     "loss_scale": (1.0, 256.0),
     "sizes": ((32,), (32, 24), (16, 32, 8)),
     "dynamic": (False, None, True, "mark"),
-    "frozen": (False, True),
+    "frozen": (False, True, "until 2", "in turns"),
     "evaluate": (None, "first", "between", "inference", "with gradients"),
     "promote": (False, True),
     "reset": (False, True),
     "save": (False, True),
     "resume": (False, True),
     "replan": (False, True),
+    "wrapped": ("module", "in place", "function", "loss"),
+    "second": (None, "own", "same", "shared", "tied"),
+    "hooks": (None, "gradient", "accumulated", "module", "output"),
+    "parametrized": (None, "weight_norm", "spectral_norm"),
+    "partly": (False, True),
+    "channels_last": (False, True),
+    "uneven": (False, True),
+    "flight": (None, "in order", "reversed"),
+    "between": (False, True),
+    "outer": (None, "checkpoint", "reentrant", "on host"),
+    "functional": (False, True),
+    "input_grad": (False, True),
+    "alternate": (False, True),
+    "skipped": (False, True),
+    "penalty": (False, True),
+    "every": (1, 2),
+    "zero": ("none", "zeros"),
+    "schedule": (False, True),
+    "moved": (False, True),
+    "copy": (False, True),
 }
 CHOICES = {
-    "network": ("mlp", "residual", "block", "experts", "checkpointed", "broken", "masked", "down"),
+    "network": tuple(NETWORKS),
     **OPTIONS,
     **LOOP,
 }
 RARE = {"accumulator", "activation_budget", "peak_budget", "low_ratio", "step_budget", "weights", "retain", "strict"}
+BESIDE = ("recipe", "storage", "grad_scaling", "gemms", "lowering", "cpu")
+"""Options that a second model takes over."""
 OBSERVERS = (
     "watch_every",
     "on_nonfinite",
@@ -75,6 +98,8 @@ OBSERVERS = (
     "evaluate",
     "save",
     "reset",
+    "copy",
+    "between",
 )
 """Settings that change no number."""
 
@@ -119,7 +144,32 @@ def drawn(pick: random.Random) -> Case:
             case[name] = value
     if case.get("in_backward") and case.get("clip") == "torch":
         case["clip"] = "exact"  # torch's clipping reads gradients that backward has used
+    for name, is_pointless in _pointless(case).items():
+        if is_pointless:
+            case.pop(name, None)
     return {name: value for name, value in case.items() if value != CHOICES[name][0] or name in ("network", "recipe")}
+
+
+def _pointless(case: Case) -> dict[str, bool]:
+    """Return for settings whether they contradict others, or do nothing beside them."""
+    network, has_tokens = case["network"], case["network"] in TOKENS
+    is_called, outer = setting(case, "wrapped") in ("module", "in place"), setting(case, "outer")
+    return {
+        "channels_last": network not in IMAGES,
+        "input_grad": has_tokens,
+        "alternate": network not in ("masked", "teacher"),
+        "second": case.get("second") == "tied" and network == "down",
+        "partly": setting(case, "weights") == "bfloat16" or case.get("second") == "tied",
+        "outer": (outer == "reentrant" and (has_tokens or not is_called or not case.get("input_grad")))
+        or (outer in ("checkpoint", "reentrant") and "spectral_norm" in case.values())
+        or (outer in ("checkpoint", "reentrant") and network == "teacher"),  # which forward writes into, twice
+        "flight": not case.keys() & {"parts", "uneven"},
+        # The target has the size that is marked, too.
+        "dynamic": case.get("dynamic") == "mark" and setting(case, "wrapped") == "loss",
+        "functional": not is_called or outer is not None or "parametrized" in case,
+        "copy": setting(case, "wrapped") != "module"
+        or bool(case.keys() & {"in_backward", "second", "schedule", "dump"}),
+    }
 
 
 def options_of(case: Case, folder: str) -> dict[str, Any]:
@@ -132,6 +182,9 @@ def options_of(case: Case, folder: str) -> dict[str, Any]:
 def unit(case: Case) -> float:
     """Return the relative error that each number of a case may have."""
     of_16_bits = (
-        setting(case, "autocast") or setting(case, "weights") == "bfloat16" or setting(case, "optimizer") == "sgd sums"
+        setting(case, "autocast")
+        or setting(case, "partly")
+        or setting(case, "weights") == "bfloat16"
+        or setting(case, "optimizer") == "sgd sums"
     )
     return max(UNITS[setting(case, "recipe")], 2.0**-8 if of_16_bits else 0.0)

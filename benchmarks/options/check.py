@@ -18,6 +18,7 @@ import fxprec
 from benchmarks.graphs.check import in_a_line, promote_all, quick
 from benchmarks.graphs.values import Noise, distance
 from benchmarks.options.cases import OBSERVERS, Case, options_of, setting, unit
+from benchmarks.options.memory import over_budget
 from benchmarks.options.training import Training
 from fxprec.errors import FallbackError, FxprecError, FxprecWarning, GradientError
 from fxprec.passes.analysis.selection import covers
@@ -28,6 +29,8 @@ SAMPLES, TIMES = 2, 10.0
 """A difference is explained where it is below ``TIMES`` the largest of ``SAMPLES`` runs with noise of the formats' size."""
 KERNELS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product", "var_mean", "sum", "mean", "amax")
 NUMBERS = dict[str, Tensor]
+SECOND_GRADIENTS = ("parts", "uneven", "retain", "penalty", "every", "zero", "second")
+"""Habits by which a parameter gets a gradient when backward has stepped it."""
 
 
 @dataclass
@@ -66,19 +69,21 @@ def is_allowed(case: Case, error: Exception) -> bool:
     if isinstance(error, FallbackError):
         return bool(setting(case, "strict"))
     if isinstance(error, GradientError):
-        return bool(setting(case, "in_backward") and (setting(case, "parts") > 1 or setting(case, "retain")))
+        return bool(setting(case, "in_backward") and any(name in case for name in SECOND_GRADIENTS))
     return isinstance(error, fxprec.ConfigError | fxprec.BudgetError)
 
 
 def _beyond(case: Case, said: str, folder: str) -> Iterator[str]:
     """Yield the error of the budget that an error names as enough."""
     found = re.search(r"(\w+_budget) is .*(?:raise it to|at least) [^(]*\((\d+) bytes\)", said)
-    if found is not None:
+    if found is not None and not setting(case, "uneven"):  # of which micro-batch it is, the error does not say
         try:
             # Larger batches need more, and an evaluation takes a whole one.
-            case = {**case, "sizes": setting(case, "sizes")[:1], "evaluate": None}
+            case = {**case, "sizes": setting(case, "sizes")[:1], "evaluate": None, "between": False}
             Training(case, options_of(case, folder) | {"strict": False, found[1]: int(found[2])}).run(0, BEFORE)
         except FxprecError as error:
+            if isinstance(error, GradientError) and is_allowed(case, error):
+                return
             yield f"{found[1]} of {found[2]} bytes, which an error named as enough: {error}"
 
 
@@ -97,12 +102,14 @@ def _judged(case: Case, options: dict[str, Any], folder: str) -> Iterator[str]:
     state = training.state() if setting(case, "resume") else b""
     later = training.run(SAVED, STEPS)
     found |= later
-    if not backend.skipped_steps:
+    if not training.has_skipped:
         yield from differences(case, found)
     if state:
         resumed = Training(case, options)
         resumed.load(state)
         yield from _other_bits("resumed", later, resumed.run(SAVED, STEPS))
+    if setting(case, "lowering") != "eager":
+        yield from over_budget(case, training, STEPS)
     if promoted or setting(case, "lowering") != "eager":  # Inductor fuses otherwise where more is counted
         return
     holds = setting(case, "in_backward") and (setting(case, "verify") or "dump_tensors" in case)  # all gradients
@@ -130,7 +137,7 @@ def _with_budgets(case: Case, options: dict[str, Any]) -> dict[str, Any]:
     """Return options whose budgets are bytes: shares of what an uncompiled float32 step saves or holds."""
     if not options.keys() & {"activation_budget", "step_budget"}:
         return options
-    training, saved = Training(case), dict[int, int]()
+    training, saved = Training({**case, "outer": None}), dict[int, int]()
     known = {p.untyped_storage().data_ptr() for p in training.model.parameters()}
 
     def pack(x: Tensor) -> Tensor:
