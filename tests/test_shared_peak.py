@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 import fxprec
 from benchmarks.memory.measure import peak_bytes
 from benchmarks.memory.pairs import loops_left_out
-from benchmarks.options.training import Tripled
-from fxprec.passes.crossings.shared_budget import SharedBudget
+from benchmarks.options.networks import Tripled
+from fxprec.passes.crossings.shared_budget import Order, SharedBudget
 from fxprec.plan import PeakPoint
 from fxprec.report.dump_folder import DumpFolder
 from fxprec.report.target import plan_under_fakes
@@ -63,14 +63,14 @@ def gradients(model: nn.Module, run: Any) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def most_held(chosen: Any, calls: Sequence[int], gradients: Any) -> int:
+def most_held(chosen: Any, order: Order, gradients: Any) -> int:
     """Walk through a step, call by call."""
     live = most = 0
-    for graph in calls:
+    for graph in order.forwards:
         most = max(most, live + chosen[graph].peak)
         live += chosen[graph].waiting
     there: set[int] = set()
-    for graph in reversed(calls):
+    for graph in (order.forwards[at] for at in order.backwards):
         live -= chosen[graph].waiting
         most = max(most, live + chosen[graph].peak + sum(gradients[g] for g in there))
         there.add(graph)
@@ -81,6 +81,7 @@ def most_held(chosen: Any, calls: Sequence[int], gradients: Any) -> int:
 def test_of_all_choices_within_the_budget_the_fastest_is_taken(seed: int) -> None:
     draw = random.Random(seed)
     calls = [(0, 1, 2), (0, 2, 2)][: 1 + seed % 2]
+    orders = [Order(each, tuple(draw.sample(range(3), 3)) if seed % 3 else (2, 1, 0)) for each in calls]
     points = {
         g: [
             PeakPoint(peak=w + draw.randrange(50), waiting=w, seconds=draw.random())
@@ -89,9 +90,9 @@ def test_of_all_choices_within_the_budget_the_fastest_is_taken(seed: int) -> Non
         for g in range(3)
     }
     grads = {g: draw.randrange(10) for g in range(3)}
-    shared = SharedBudget(points, calls, grads)
+    shared = SharedBudget(points, orders, grads)
     every = [dict(enumerate(chosen)) for chosen in itertools.product(*points.values())]
-    held = [max(most_held(chosen, each, grads) for each in calls) for chosen in every]
+    held = [max(most_held(chosen, each, grads) for each in orders) for chosen in every]
     assert shared.least() == min(held)
     budget = sorted(held)[len(held) // 3]
     fits = [sum(p.seconds for p in chosen.values()) for chosen, most in zip(every, held, strict=True) if most <= budget]
@@ -226,3 +227,84 @@ def test_a_part_that_only_a_point_of_the_curve_meets_is_met() -> None:
     for plan in backend.plans:
         assert plan.peak_bytes is not None
         assert plan.peak_bytes.planned <= plan.peak_bytes.room
+
+
+def in_flight(model: nn.Module, run: Any, *, in_order: bool) -> None:
+    """Run two forwards of different sizes, then both backward passes."""
+    model.zero_grad()
+    losses = [run(X[:rows]).square().mean() for rows in (512, 384)]
+    for loss in losses if in_order else reversed(losses):
+        loss.backward()
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_what_waits_follows_the_order_of_the_backward_passes(in_order: bool) -> None:
+    """Backward was taken to run in the reverse order, so a step whose first forward ends first held more than its budget."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
+    backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget="80%")
+    run = torch.compile(model, backend=backend, dynamic=False)
+    for _ in range(3):
+        in_flight(model, run, in_order=in_order)
+    first, second = (plan.peak_bytes for plan in backend.plans)
+    assert first is not None
+    assert second is not None
+    parameters = 4 * sum(p.numel() for p in model.parameters())
+    waiting = second.waiting or 0
+    assert waiting > parameters, "else this tests nothing"
+    assert first.planned + (waiting if in_order else parameters) <= first.budget
+    assert first.beside >= waiting if in_order else first.beside < waiting
+    assert second.planned + (first.waiting or 0) <= second.budget
+
+
+def test_two_backends_with_a_budget_each_in_one_step_are_a_warning() -> None:
+    """Each layer compiled by name has a backend, and so a budget, of its own."""
+    torch._dynamo.reset()
+    layers = [nn.Linear(64, 64) for _ in range(3)]
+    backends = [eager_backend("native", recipe="fp8", low_ratio=None, peak_budget="100%") for _ in layers]
+    runs = [torch.compile(layer, backend=backend) for layer, backend in zip(layers, backends, strict=True)]
+    for run in runs:
+        run(X).sum().backward()  # one after the other: nothing waits
+    assert not [event for backend in backends for event in backend.events if event.kind == "limit"]
+    with pytest.warns(fxprec.FxprecWarning, match=r"^peak_budget: .* tensors of another backend's graphs"):
+        runs[2](runs[1](runs[0](X))).sum().backward()
+    assert [sum(event.kind == "limit" for event in backend.events) for backend in backends] == [0, 1, 1]
+
+
+def test_a_backend_for_all_layers_shares_one_budget() -> None:
+    torch._dynamo.reset()
+    backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget="100%")
+    runs = [torch.compile(nn.Linear(64, 64), backend=backend) for _ in range(3)]
+    for _ in range(2):
+        runs[2](runs[1](runs[0](X))).sum().backward()
+    assert [plan.peak_bytes.graphs for plan in backend.plans if plan.peak_bytes] == [3, 3, 3]
+    assert not [event for event in backend.events if event.kind == "limit"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_graphs_that_save_more_than_an_activation_budget_together_are_a_warning(strict: bool) -> None:
+    """Each graph was held to the budget by itself, and nothing said what the step saves."""
+    model = blocks(2)
+    whole = eager_backend("native", recipe="fp8", low_ratio=None)
+    gradients(model, torch.compile(model, backend=whole))
+    saved = [plan.saved_bytes.planned for plan in whole.plans if plan.saved_bytes]
+    torch._dynamo.reset()
+    backend = eager_backend("native", recipe="fp8", low_ratio=None, activation_budget=max(saved) + 1000, strict=strict)
+    run = torch.compile(model, backend=backend)
+    words = r"activation_budget: it bounds what each graph saves, .* and 2 graphs of the step save .* together"
+    if strict:
+        with pytest.raises(fxprec.FallbackError, match=words):
+            gradients(model, run)
+    else:
+        with pytest.warns(fxprec.FxprecWarning, match=words):
+            gradients(model, run)
+        gradients(model, run)
+        assert [event.site for event in backend.events if event.kind == "fallback"] == ["activation_budget"]
+
+
+def test_graphs_within_an_activation_budget_together_are_not_told_of() -> None:
+    model = blocks(2)
+    backend = eager_backend("native", recipe="fp8", low_ratio=None, activation_budget=10**9, strict=True)
+    gradients(model, torch.compile(model, backend=backend))
+    assert not [event for event in backend.events if event.kind == "fallback"]

@@ -15,6 +15,7 @@ from fxprec.driver import saved_state
 from fxprec.driver.capture import Captured, Parameters
 from fxprec.driver.graph import PlannedGraph
 from fxprec.driver.saved_state import GraphState, Identity, SavedGraph, Waiting
+from fxprec.driver.saved_together import SavedTogether
 from fxprec.driver.shared_peak import SharedPeak
 from fxprec.errors import PlanError
 from fxprec.plan import Plan
@@ -44,6 +45,7 @@ class Model:
         self.binding: InBackward | None = None  # the optimizers whose parameters are stepped during backward
         self.step_budget: int | None = None  # bytes, including weights and optimizer states
         self.shared_peak = SharedPeak(settings)
+        self.saved_together = SavedTogether(settings)
         self.all: list[PlannedGraph] = []
         self.lock = threading.RLock()
         """Locked while a step begins. A thread that holds torch's compile lock must not wait for it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ from fxprec.config import Settings
 from fxprec.config.settings import PeakBudget
 from fxprec.errors import BudgetError
 from fxprec.passes.budget_part import BudgetPart
-from fxprec.passes.crossings.shared_budget import SharedBudget
+from fxprec.passes.crossings.shared_budget import Order, SharedBudget
 from fxprec.passes.notice import hold_less, readable
 from fxprec.plan import PeakBytes
 from fxprec.plan.rows import PeakPoint
@@ -24,6 +24,22 @@ if TYPE_CHECKING:
     from fxprec.driver.graph import PlannedGraph
 
 _MARGIN = 0.98  # share of the budget tried first, because compiled code differs a little from the prediction
+
+
+@dataclass(eq=False)
+class _Call:
+    """A forward call of a training graph."""
+
+    graph: int
+    node: Callable[[], Any]
+    """Returns its autograd node while that lives."""
+
+
+_OF_ALL_MODELS: weakref.WeakSet[SharedPeak] = weakref.WeakSet()
+_APART = (
+    "it bounds what the graphs of one backend hold; tensors of another backend's graphs, which have a budget of their "
+    "own, wait for backward in the same step; compile both models with one fxprec.Backend to bound them together"
+)
 
 
 class SharedPeak:
@@ -37,58 +53,73 @@ class SharedPeak:
     def __init__(self, settings: Settings) -> None:
         self._asked = settings.peak_budget
         self._graphs: dict[int, PlannedGraph] = {}
-        self._calls: list[tuple[int, Callable[[], Any]]] = []  # graph, weak reference to its autograd node
-        self._is_backward = False
-        self._known: list[tuple[int, ...]] = []
+        self._calls: list[_Call] = []
+        self._backwards: list[_Call] = []  # calls whose backward has begun, in that order
+        self._known: list[Order] = []
+        self._is_told = False  # that another model's tensors wait in the same step
+        if self._asked is not None:
+            _OF_ALL_MODELS.add(self)
 
     def first_part(self, *, is_cut: bool) -> BudgetPart:
         """Return the budget part of a new graph. ``is_cut``: another graph follows in the step."""
-        is_one_of_several = is_cut or (self._waits() and not self._is_backward)
+        is_one_of_several = is_cut or (self._waits() and not self._backwards)
         return BudgetPart(is_provisional=self._asked is not None and is_one_of_several)
 
     def saw(self, graph: PlannedGraph, results: object) -> None:
         """Note that a training graph ran forward."""
         if self._asked is None:
             return
-        found = next(((r, node) for r in _tensors(results) if (node := _compiled_node(r)) is not None), None)
+        found = first_compiled(results)
         if found is None:
             return
         self._waits()
         self._graphs[graph.index] = graph
-        self._calls.append((graph.index, weakref.ref(found[1])))
-        compat.on_gradient(found[0], self._saw_backward)
+        call = _Call(graph.index, weakref.ref(found[1]))
+        self._calls.append(call)
+        compat.on_gradient(found[0], lambda _: self._saw_backward(call))
+        if not self._is_told and any(other is not self and other._holds for other in _OF_ALL_MODELS):
+            self._is_told = True
+            graph.compiler.log.warn_once("peak_budget", _APART)
+
+    @property
+    def _holds(self) -> bool:
+        """Return whether calls of this model await their backward."""
+        return any(call not in self._backwards and call.node() is not None for call in self._calls)
 
     def forget(self) -> None:
         """Forget all graphs and calls, because the compiled code is no longer called."""
-        self._graphs, self._calls, self._known, self._is_backward = {}, [], [], False
+        self._graphs, self._calls, self._backwards, self._known = {}, [], [], []
 
-    def _saw_backward(self, grad: torch.Tensor) -> None:
-        self._is_backward = True
+    def _saw_backward(self, call: _Call) -> None:
+        if call in self._calls and call not in self._backwards:
+            self._backwards.append(call)
 
     def _waits(self) -> bool:
         """Forget calls whose results are freed, as no backward will come. Return whether calls await their backward."""
-        if not self._is_backward:
-            self._calls = [(index, node) for index, node in self._calls if node() is not None]
+        if not self._backwards:
+            self._calls = [call for call in self._calls if call.node() is not None]
         return bool(self._calls)
 
     def begin(self) -> None:
         """Divide the budget between the graphs of the last step, if this forward begins a new step.
 
-        A forward begins a new step if a backward has run. Raises `BudgetError` if the graphs do not fit together.
+        A forward begins a new step if a backward of the step before has run. Raises `BudgetError` if the graphs do not
+        fit together.
         """
         asked = self._asked
-        if asked is None or not self._is_backward:
+        if asked is None or not self._backwards:
             return
-        calls = tuple(index for index, _ in self._calls)
-        self._calls, self._is_backward = [], False
-        if not calls or calls in self._known:
+        calls = tuple(call.graph for call in self._calls)
+        order = Order(calls, tuple(map(self._calls.index, self._backwards)))
+        self._calls, self._backwards = [], []
+        if order in self._known:
             return
-        self._known.append(calls)
+        self._known.append(order)
         if len(calls) > 1 or self._graphs[calls[0]].compiler.peak.part.is_provisional:
             self._share(asked)
 
     def _share(self, asked: PeakBudget) -> None:
-        numbers = dict.fromkeys(index for calls in self._known for index in calls)
+        numbers = dict.fromkeys(index for order in self._known for index in order.forwards)
         graphs = {index: self._graphs[index] for index in numbers}
         peaks = {index: peak for index, graph in graphs.items() if (peak := graph.peak_with_points()) is not None}
         if len(peaks) < len(graphs):  # one plan was given by a file or checkpoint, so all plans stay as they are
@@ -123,6 +154,11 @@ def _as_compiled(peak: PeakBytes) -> Sequence[PeakPoint]:
     beyond = max(peak.compiled - peak.planned, 0)
     waiting = max((peak.waiting or 0) - peak.points[-1].waiting, 0)
     return [replace(p, peak=p.peak + beyond, waiting=p.waiting + waiting) for p in peak.points]
+
+
+def first_compiled(results: object) -> tuple[torch.Tensor, Any] | None:
+    """Return the first result that a compiled function's autograd node made, with the node; None if there is none."""
+    return next(((r, node) for r in _tensors(results) if (node := _compiled_node(r)) is not None), None)
 
 
 def _compiled_node(result: torch.Tensor) -> Any:

@@ -1,13 +1,13 @@
 """Share one budget among all graphs of a step: choose a point for each graph, so that no moment exceeds the budget.
 
-Graphs run in order, and backward in the reverse order. While a graph runs, tensors that earlier graphs saved wait, and
-in backward the gradients of later graphs are live. One point is chosen for each graph, so that the total time is least.
-With so few columns HiGHS solves this at once.
+While one half runs, tensors that other forwards saved wait, and in backward the gradients of graphs whose backward has
+run are live. One point is chosen for each graph, so that the total time is least. With so few columns HiGHS solves this
+at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,11 +17,36 @@ from fxprec.plan.rows import PeakPoint
 
 
 @dataclass(frozen=True)
+class Order:
+    """The order in which the halves of a step's graphs run."""
+
+    forwards: tuple[int, ...]
+    """The graph of each forward."""
+    backwards: tuple[int, ...]
+    """The forward, by position, that each backward belongs to; forwards without a backward are left out."""
+
+    @classmethod
+    def nested(cls, forwards: Sequence[int]) -> Order:
+        """Return the order of a single backward pass over all forwards: the last forward's runs first."""
+        return cls(tuple(forwards), tuple(reversed(range(len(forwards)))))
+
+    def moments(self) -> Iterator[tuple[int, Sequence[int], Collection[int]]]:
+        """Yield for each half its graph, the graphs whose saved tensors wait, and those whose gradients are there."""
+        for at, graph in enumerate(self.forwards):
+            yield graph, self.forwards[:at], ()
+        waiting, there = dict(enumerate(self.forwards)), set[int]()
+        for at in self.backwards:
+            graph = waiting.pop(at)
+            yield graph, tuple(waiting.values()), frozenset(there)
+            there.add(graph)
+
+
+@dataclass(frozen=True)
 class SharedBudget:
-    """The graphs of a step by number; ``calls``: the orders of their calls; ``gradients``: their bytes of gradients."""
+    """The graphs of a step by number; ``orders``: in which they ran; ``gradients``: their bytes of gradients."""
 
     points: Mapping[int, Sequence[PeakPoint]]
-    calls: Sequence[Sequence[int]]
+    orders: Sequence[Order]
     gradients: Mapping[int, int]
 
     def least(self) -> int:
@@ -32,24 +57,27 @@ class SharedBudget:
 
     def peak(self, chosen: Mapping[int, PeakPoint]) -> int:
         """Return the most bytes that are live at once in all graphs together."""
-        return max(
-            self._beside(chosen, calls, at) + chosen[g].peak for calls in self.calls for at, g in enumerate(calls)
-        )
+        return max(beside + chosen[graph].peak for graph, beside in self._beside(chosen))
 
     def parts(self, chosen: Mapping[int, PeakPoint], budget: int) -> Mapping[int, BudgetPart]:
         """Return each graph's part. Bytes that are left of the budget raise what each graph may keep waiting."""
         left = budget - self.peak(chosen)
-        spare = left // (2 * max(map(len, self.calls)))
+        spare = left // (2 * max(len(order.forwards) for order in self.orders))
         looser = {g: replace(p, waiting=p.waiting + spare) for g, p in chosen.items()}
-        beside = {
-            g: max(self._beside(looser, calls, at) for calls in self.calls for at, n in enumerate(calls) if n == g)
-            for g in chosen
-        }
+        found = [*self._beside(looser)]
+        beside = {g: max(size for graph, size in found if graph == g) for g in chosen}
         return {g: BudgetPart(budget, beside[g], looser[g].waiting, len(chosen)) for g in chosen}
 
-    def _beside(self, chosen: Mapping[int, PeakPoint], calls: Sequence[int], at: int) -> int:
-        later = {*calls[at + 1 :]}
-        return sum(chosen[g].waiting for g in calls[:at]) + sum(self.gradients[g] for g in later)
+    def _moments(self) -> Iterator[tuple[int, Sequence[int], int]]:
+        """Yield for each half its graph, the graphs whose saved tensors wait, and the bytes of others' gradients."""
+        for order in self.orders:
+            for graph, waiting, there in order.moments():
+                yield graph, waiting, sum(self.gradients[g] for g in there)
+
+    def _beside(self, chosen: Mapping[int, PeakPoint]) -> Iterator[tuple[int, int]]:
+        """Yield for each half its graph, and the bytes of other halves that live while it runs."""
+        for graph, waiting, gradients in self._moments():
+            yield graph, sum(chosen[g].waiting for g in waiting) + gradients
 
     def within(self, budget: float | None) -> Mapping[int, PeakPoint] | None:
         """Return the points of least total time within a budget, or None; without a budget, those of the least peak."""
@@ -59,15 +87,14 @@ class SharedBudget:
         at = {g: [i for i, (owner, _) in enumerate(columns) if owner == g] for g in self.points}
         scale = max(point.peak for _, point in columns)
         rows, most = [], []
-        for calls in self.calls:
-            for place, graph in enumerate(calls):
-                row = np.zeros(len(columns) + 1)
-                for g in calls[:place]:
-                    row[at[g]] += [columns[i][1].waiting / scale for i in at[g]]
-                row[at[graph]] += [columns[i][1].peak / scale for i in at[graph]]
-                row[-1] = -1.0  # the peak
-                rows.append(row)
-                most.append(-sum(self.gradients[g] for g in {*calls[place + 1 :]}) / scale)
+        for graph, waiting, gradients in self._moments():
+            row = np.zeros(len(columns) + 1)
+            for g in waiting:
+                row[at[g]] += [columns[i][1].waiting / scale for i in at[g]]
+            row[at[graph]] += [columns[i][1].peak / scale for i in at[graph]]
+            row[-1] = -1.0  # the peak
+            rows.append(row)
+            most.append(-gradients / scale)
         one = np.zeros((len(at), len(columns) + 1))
         for row, graph in zip(one, at, strict=True):
             row[at[graph]] = 1.0
