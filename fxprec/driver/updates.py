@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,7 @@ class Updates:
         With ``plans_only`` nothing runs, and parameters may be fake.
         """
         known = [(i, known.name, args[i]) for i, known in enumerate(inputs) if known.kind == "param"]
+        others = {_memory(arg) for item, arg in zip(inputs, args, strict=False) if item.kind != "param"} - {None}
         held: dict[str, list[str]] = {}
         stepped, why_none = dict[int, Parameter](), _why_none(settings, args)
         places = [_place(arg) for _, _, arg in known if type(arg) is Parameter or _is_fake(arg)]
@@ -81,7 +82,7 @@ class Updates:
             if not isinstance(arg, torch.Tensor) or not arg.requires_grad:
                 continue
             why = why_none or ("it is not a plain parameter" if _is_fake(arg) and not plans_only else None)
-            why = why or next(_why_held(arg, binding.optimizers, places), None)
+            why = why or next(_why_held(arg, binding.optimizers, places, others), None)
             if why is None:
                 stepped[i] = arg  # type: ignore[assignment]
             else:
@@ -170,7 +171,18 @@ def _place(arg: torch.Tensor) -> tuple[int, int]:
     return (arg.untyped_storage()._cdata, int(arg.storage_offset())) if _is_fake(arg) else (arg.data_ptr(), 0)
 
 
-def _why_held(arg: torch.Tensor, optimizers: AllOptimizers, places: Sequence[tuple[int, int]]) -> Iterator[str]:
+def _memory(arg: object) -> int | None:
+    """Return what identifies the memory of a strided tensor; None for other arguments."""
+    is_strided = isinstance(arg, torch.Tensor) and arg.layout is torch.strided
+    return arg.untyped_storage()._cdata if is_strided else None  # type: ignore[attr-defined]
+
+
+def _why_held(
+    arg: torch.Tensor,
+    optimizers: AllOptimizers,
+    places: Sequence[tuple[int, int]],
+    others: Collection[int | None],
+) -> Iterator[str]:
     """Yield the reasons why one parameter may not be stepped in backward."""
     if not isinstance(arg, Parameter) or isinstance(arg, DTensor) or not arg.is_leaf:
         yield "it is not a plain parameter"
@@ -186,3 +198,5 @@ def _why_held(arg: torch.Tensor, optimizers: AllOptimizers, places: Sequence[tup
         yield "it has hooks, which need its gradient"
     if not arg.numel() or places.count(_place(arg)) > 1:
         yield "it shares its memory with another parameter, or is empty"
+    if _memory(arg) in others:
+        yield "a buffer or an input shares its memory, and backward may read that after the step"

@@ -51,3 +51,35 @@ def test_what_backward_reads_of_a_parameter_is_read_before_it_is_stepped(recipe:
     wanted = moves(recipe, in_backward=False)
     for name, ours in moves(recipe, in_backward=True).items():
         assert (ours - wanted[name]).norm() <= 0.005 * wanted[name].norm(), name
+
+
+class Shown(nn.Module):
+    """A weight that a buffer shows, too: the first reader in forward reads the buffer, and so does the last in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("shown", self.second.weight.data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) @ self.shown)
+
+
+def test_a_parameter_whose_memory_a_buffer_shares_is_stepped_after_backward() -> None:
+    """Backward multiplied by the buffer after the step, and the first layer's gradient was that of another model."""
+
+    def moved(*, in_backward: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Shown()
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer = fxprec.optim.SGD(model.parameters(), lr=8.0, update="nearest")
+        options = {"recipe": "fp32", "lowering": "eager"} | ({"optimizer": optimizer} if in_backward else {})
+        torch.compile(model, backend="fxprec", options=options)(torch.ones(8, 16)).square().sum().backward()
+        optimizer.step()
+        return [p.detach() - old for p, old in zip(model.parameters(), before, strict=True)]
+
+    wanted = moved(in_backward=False)
+    with pytest.warns(fxprec.FxprecWarning, match=r"second.weight: .* a buffer or an input shares its memory"):
+        found = moved(in_backward=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
