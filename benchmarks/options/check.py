@@ -80,6 +80,9 @@ def _beyond(case: Case, said: str, folder: str) -> Iterator[str]:
         try:
             # Larger batches need more, and an evaluation takes a whole one.
             case = {**case, "sizes": setting(case, "sizes")[:1], "evaluate": None, "between": False}
+            case = {**case, "frozen": bool(setting(case, "frozen"))}  # layers that train later need more, too
+            if "of a step together" not in said:  # of the first graph, when the second model was not known
+                case = {**case, "second": None}
             Training(case, options_of(case, folder) | {"strict": False, found[1]: int(found[2])}).run(0, BEFORE)
         except FxprecError as error:
             if isinstance(error, GradientError) and is_allowed(case, error):
