@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from backend_helpers import eager_backend
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import fxprec
 from benchmarks.memory.measure import peak_bytes
@@ -66,11 +67,11 @@ def gradients(model: nn.Module, run: Any) -> Tensor:
 def most_held(chosen: Any, order: Order, gradients: Any) -> int:
     """Walk through a step, call by call."""
     live = most = 0
-    for graph in order.forwards:
+    for graph in order.calls:
         most = max(most, live + chosen[graph].peak)
         live += chosen[graph].waiting
     there: set[int] = set()
-    for graph in (order.forwards[at] for at in order.backwards):
+    for graph in (order.calls[at] for at, is_backward in order.halves if is_backward):
         live -= chosen[graph].waiting
         most = max(most, live + chosen[graph].peak + sum(gradients[g] for g in there))
         there.add(graph)
@@ -81,7 +82,7 @@ def most_held(chosen: Any, order: Order, gradients: Any) -> int:
 def test_of_all_choices_within_the_budget_the_fastest_is_taken(seed: int) -> None:
     draw = random.Random(seed)
     calls = [(0, 1, 2), (0, 2, 2)][: 1 + seed % 2]
-    orders = [Order(each, tuple(draw.sample(range(3), 3)) if seed % 3 else (2, 1, 0)) for each in calls]
+    orders = [Order.of(each, draw.sample(range(3), 3) if seed % 3 else (2, 1, 0)) for each in calls]
     points = {
         g: [
             PeakPoint(peak=w + draw.randrange(50), waiting=w, seconds=draw.random())
@@ -308,3 +309,16 @@ def test_graphs_within_an_activation_budget_together_are_not_told_of() -> None:
     backend = eager_backend("native", recipe="fp8", low_ratio=None, activation_budget=10**9, strict=True)
     gradients(model, torch.compile(model, backend=backend))
     assert not [event for event in backend.events if event.kind == "fallback"]
+
+
+def test_graphs_inside_of_a_reentrant_checkpoint_share_one_budget() -> None:
+    """Their forwards run in backward, where nobody looked, and each graph had the budget for itself."""
+    model = blocks(2)
+    backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget="100%")
+    run = torch.compile(model, backend=backend)
+    for _ in range(3):
+        checkpoint(run, X.clone().requires_grad_(), use_reentrant=True).backward()
+    held = [plan.peak_bytes for plan in backend.plans if plan.peak_bytes is not None]
+    assert [peak.graphs for peak in held] == [2, 2]
+    assert held[1].beside >= (held[0].waiting or 0)
+    assert all(peak.beside + peak.planned <= peak.budget for peak in held)

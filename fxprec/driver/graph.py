@@ -253,10 +253,9 @@ class PlannedGraph:
         if self.controller is not None:
             if self.is_training:
                 check_backward(results, InputVersions(compiled.copied, self.captured.inputs, args))
-                if not compat.in_backward():
-                    if self.controller.plan.peak_bytes is not None:
-                        self._model.shared_peak.saw(self, results)
-                    self._model.saved_together.saw(self, results)
+                if self.controller.plan.peak_bytes is not None:
+                    self._model.shared_peak.saw(self, results)
+                self._model.saved_together.saw(self, results)
             if self._model.skips is not None:
                 self._model.skips.saw(args)
         return results

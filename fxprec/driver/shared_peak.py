@@ -33,6 +33,8 @@ class _Call:
     graph: int
     node: Callable[[], Any]
     """Returns its autograd node while that lives."""
+    is_in_backward: bool = False
+    """Whether its backward has begun."""
 
 
 _OF_ALL_MODELS: weakref.WeakSet[SharedPeak] = weakref.WeakSet()
@@ -54,7 +56,8 @@ class SharedPeak:
         self._asked = settings.peak_budget
         self._graphs: dict[int, PlannedGraph] = {}
         self._calls: list[_Call] = []
-        self._backwards: list[_Call] = []  # calls whose backward has begun, in that order
+        self._halves: list[tuple[_Call, bool]] = []  # that have begun, in that order; True: the backward half
+        self._is_backward = False  # whether a backward of the step has begun
         self._known: list[Order] = []
         self._is_told = False  # that another model's tensors wait in the same step
         if self._asked is not None:
@@ -62,7 +65,7 @@ class SharedPeak:
 
     def first_part(self, *, is_cut: bool) -> BudgetPart:
         """Return the budget part of a new graph. ``is_cut``: another graph follows in the step."""
-        is_one_of_several = is_cut or (self._waits() and not self._backwards)
+        is_one_of_several = is_cut or (self._waits() and not self._is_backward)
         return BudgetPart(is_provisional=self._asked is not None and is_one_of_several)
 
     def saw(self, graph: PlannedGraph, results: object) -> None:
@@ -76,7 +79,9 @@ class SharedPeak:
         self._graphs[graph.index] = graph
         call = _Call(graph.index, weakref.ref(found[1]))
         self._calls.append(call)
-        compat.on_gradient(found[0], lambda _: self._saw_backward(call))
+        halves = self._halves
+        halves.append((call, False))
+        compat.on_gradient(found[0], lambda _: self._saw_backward(call, halves))
         if not self._is_told and any(other is not self and other._holds for other in _OF_ALL_MODELS):
             self._is_told = True
             graph.compiler.log.warn_once("peak_budget", _APART)
@@ -84,20 +89,23 @@ class SharedPeak:
     @property
     def _holds(self) -> bool:
         """Return whether calls of this model await their backward."""
-        return any(call not in self._backwards and call.node() is not None for call in self._calls)
+        return any(not call.is_in_backward and call.node() is not None for call in self._calls)
 
     def forget(self) -> None:
         """Forget all graphs and calls, because the compiled code is no longer called."""
-        self._graphs, self._calls, self._backwards, self._known = {}, [], [], []
+        self._graphs, self._calls, self._halves, self._known, self._is_backward = {}, [], [], [], False
 
-    def _saw_backward(self, call: _Call) -> None:
-        if call in self._calls and call not in self._backwards:
-            self._backwards.append(call)
+    def _saw_backward(self, call: _Call, halves: list[tuple[_Call, bool]]) -> None:
+        """Note a backward, unless it belongs to an earlier step."""
+        if halves is self._halves and not call.is_in_backward:
+            call.is_in_backward = self._is_backward = True
+            halves.append((call, True))
 
     def _waits(self) -> bool:
         """Forget calls whose results are freed, as no backward will come. Return whether calls await their backward."""
-        if not self._backwards:
+        if not self._is_backward:
             self._calls = [call for call in self._calls if call.node() is not None]
+            self._halves[:] = [(call, False) for call in self._calls]
         return bool(self._calls)
 
     def begin(self) -> None:
@@ -107,11 +115,12 @@ class SharedPeak:
         fit together.
         """
         asked = self._asked
-        if asked is None or not self._backwards:
+        if asked is None or not self._is_backward:
             return
         calls = tuple(call.graph for call in self._calls)
-        order = Order(calls, tuple(map(self._calls.index, self._backwards)))
-        self._calls, self._backwards = [], []
+        at = {call: i for i, call in enumerate(self._calls)}
+        order = Order(calls, tuple((at[call], is_backward) for call, is_backward in self._halves))
+        self._calls, self._halves, self._is_backward = [], [], False
         if order in self._known:
             return
         self._known.append(order)
@@ -119,7 +128,7 @@ class SharedPeak:
             self._share(asked)
 
     def _share(self, asked: PeakBudget) -> None:
-        numbers = dict.fromkeys(index for order in self._known for index in order.forwards)
+        numbers = dict.fromkeys(index for order in self._known for index in order.calls)
         graphs = {index: self._graphs[index] for index in numbers}
         peaks = {index: peak for index, graph in graphs.items() if (peak := graph.peak_with_points()) is not None}
         if len(peaks) < len(graphs):  # one plan was given by a file or checkpoint, so all plans stay as they are

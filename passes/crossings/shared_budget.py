@@ -20,25 +20,28 @@ from fxprec.plan.rows import PeakPoint
 class Order:
     """The order in which the halves of a step's graphs run."""
 
-    forwards: tuple[int, ...]
-    """The graph of each forward."""
-    backwards: tuple[int, ...]
-    """The forward, by position, that each backward belongs to; forwards without a backward are left out."""
+    calls: tuple[int, ...]
+    """The graph of each forward call."""
+    halves: tuple[tuple[int, bool], ...]
+    """Which call each half belongs to, by position, and whether it is the backward half."""
 
     @classmethod
-    def nested(cls, forwards: Sequence[int]) -> Order:
-        """Return the order of a single backward pass over all forwards: the last forward's runs first."""
-        return cls(tuple(forwards), tuple(reversed(range(len(forwards)))))
+    def of(cls, calls: Sequence[int], backwards: Sequence[int]) -> Order:
+        """Return the order of a step that runs all forwards before the first backward."""
+        forwards = tuple((at, False) for at in range(len(calls)))
+        return cls(tuple(calls), (*forwards, *((at, True) for at in backwards)))
 
     def moments(self) -> Iterator[tuple[int, Sequence[int], Collection[int]]]:
         """Yield for each half its graph, the graphs whose saved tensors wait, and those whose gradients are there."""
-        for at, graph in enumerate(self.forwards):
-            yield graph, self.forwards[:at], ()
-        waiting, there = dict(enumerate(self.forwards)), set[int]()
-        for at in self.backwards:
-            graph = waiting.pop(at)
+        waiting, there = dict[int, int](), set[int]()
+        for call, is_backward in self.halves:
+            graph = self.calls[call]
+            waiting.pop(call, None)
             yield graph, tuple(waiting.values()), frozenset(there)
-            there.add(graph)
+            if is_backward:
+                there.add(graph)
+            else:
+                waiting[call] = graph
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class SharedBudget:
     def parts(self, chosen: Mapping[int, PeakPoint], budget: int) -> Mapping[int, BudgetPart]:
         """Return each graph's part. Bytes that are left of the budget raise what each graph may keep waiting."""
         left = budget - self.peak(chosen)
-        spare = left // (2 * max(len(order.forwards) for order in self.orders))
+        spare = left // (2 * max(len(order.calls) for order in self.orders))
         looser = {g: replace(p, waiting=p.waiting + spare) for g, p in chosen.items()}
         found = [*self._beside(looser)]
         beside = {g: max(size for graph, size in found if graph == g) for g in chosen}
