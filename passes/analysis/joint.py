@@ -127,8 +127,8 @@ def results_of(graph: Graph) -> Sequence[object]:
 
 def behind_inputs(graph: Graph) -> Node:
     """Return the node behind a graph's inputs. AOTAutograd makes tokens of operators with effects before the inputs."""
-    *_, last = graph.find_nodes(op="placeholder")
-    return last.next
+    inputs: Sequence[Node] = [*graph.find_nodes(op="placeholder")]
+    return inputs[-1].next
 
 
 def set_results(graph: Graph, results: list[Any]) -> None:
