@@ -79,6 +79,8 @@ def test_a_plan_comes_back_as_it_was_and_its_digest_is_of_all_of_it(tmp_path: Pa
         ({"inside": {"bytes_per_second": 0, "latency": 0.0}}, "inside.bytes_per_second: is 0; it must be a positive"),
         ({"layers__0__by_nodes": True}, "layers: are exchanged by nodes, and node is 1; plan again"),
         ({"layers__0__by_nodes": 1}, r"layers\[0\]\.by_nodes: is 1; it must be true or false"),
+        ({"layers__1__low_rank": 2}, "layers: are sent in low rank by nodes, or not in 16 bits; plan again"),
+        ({"layers__0__low_rank": -1}, r"layers\[0\]\.low_rank: is -1; it must be an int from 0"),
     ],
 )
 def test_what_no_planner_wrote_is_refused_in_one_line(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
