@@ -64,6 +64,10 @@ class Noise(TorchDispatchMode):
         if any(returned.alias_info is not None for returned in func._schema.returns):
             return result
         for x in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(x, Tensor) and x.is_floating_point() and x.numel() and x.is_contiguous():
+            if not (isinstance(x, Tensor) and x.is_floating_point() and x.numel()):
+                continue
+            if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+                x = x.permute(0, 2, 3, 1)
+            if x.is_contiguous():
                 x.view(-1).mul_(1 + self.unit * torch.randn(x.numel(), generator=self.pick, dtype=x.dtype))
         return result

@@ -35,6 +35,7 @@ def over_budget(case: Case, training: Training, step: int) -> Iterator[str]:
             pass
     budget, held = plans[0].budget, peak_bytes(profiled)
     sizes = shapes(training.case.network, len(parts[0]))
-    beside = 3 * 4 * sum(torch.Size(shape).numel() for shape in sizes)  # a target, the results in a row, their gradient
+    # A target, the results as float32 and in a row, their gradient.
+    beside = 4 * 4 * sum(torch.Size(shape).numel() for shape in sizes)
     if held > budget + beside:
         yield f"a budget of {budget} bytes: the step holds {held}, and its loss {beside}"
