@@ -149,8 +149,11 @@ class Halves:
 def in_saving_order(
     kernels: Sequence[tuple[dict[str, int], dict[str, int], frozenset[int]]], kept: frozenset[str]
 ) -> list[int] | None:
-    """Return an order of the kernels with a lower peak of live bytes than the given order, or None if none is found."""
+    """Return an order of the kernels that saves memory, or None if the given order has a lower peak of live bytes.
+
+    Of two orders with equal peaks the saving one is taken, since a library's workspace is not counted here.
+    """
     found = [Kernel(*kernel) for kernel in kernels]
     order = saving_order(found)
-    is_better = peak_bytes(found, order, kept) < peak_bytes(found, range(len(found)), kept)
+    is_better = peak_bytes(found, order, kept) <= peak_bytes(found, range(len(found)), kept)
     return order if is_better else None
