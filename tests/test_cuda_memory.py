@@ -169,7 +169,7 @@ def test_a_plan_file_keeps_what_is_reserved_and_says_nothing_where_nothing_is() 
         written = files._peak(PeakBytes(budget=1000 * MIB, high=0, planned=890 * MIB, reserved=free))
         assert written.get("reserved", 0) == free
         assert ("reserved" in written) is bool(free)
-        assert entries._record(PeakBytes, entries.Entry(written, "peak_bytes")).reserved == free
+        assert entries.record(PeakBytes, entries.Entry(written, "peak_bytes")).reserved == free
 
 
 def test_a_budget_in_bytes_is_planned_without_what_stays_free_and_a_share_is_not(
