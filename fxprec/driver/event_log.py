@@ -88,9 +88,3 @@ def warn_user(message: str) -> None:
 
 
 _NOT_THE_USERS = ("fxprec", "torch", "contextlib", "functools", "")  # "": torch generates code without a module name
-
-
-def in_one_line(error: Exception) -> str:
-    """Return an exception's type and the first line of its text."""
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__

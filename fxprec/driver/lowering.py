@@ -17,8 +17,8 @@ from torch.fx import GraphModule
 from fxprec import compat
 from fxprec.compat import copied
 from fxprec.config import Config
-from fxprec.driver.event_log import in_one_line
 from fxprec.driver.wrappers import Run
+from fxprec.errors import first_line
 from fxprec.kernels.coded_gemms import kernel_called
 from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.notice import Notice
@@ -181,7 +181,7 @@ class Lowering:
             try:
                 return self.chooser.lower(gm, lower, self.without, half)
             except Exception as error:  # a failed estimate must not stop the compilation
-                self.chooser.failed = f"no estimate of the {half} half: {in_one_line(error)}"[:200]
+                self.chooser.failed = f"no estimate of the {half} half: {first_line(error)}"[:200]
                 self.tell(Notice("lowering='auto'", f"{self.chooser.failed}; lowered as 'inductor' instead"))
         lowered = lower(gm, self.name, self.without)
         for place, why in lowered.generated.left:
@@ -201,7 +201,7 @@ class Lowering:
             return
         compiled = {k.name: ahead.why_not_generated(k.source, k.name, k.parameters, k.num_warps) for k in kernels}
         faults = [Fault(kernel, why) for kernel, why in compiled.items() if why is not None]
-        cause = f"the graph did not compile with it: {in_one_line(error)}"
+        cause = f"the graph did not compile with it: {first_line(error)}"
         self.drop(faults or [Fault(k.name, cause) for k in kernels])
 
     def _drop_gemms_that_fail(self, gm: GraphModule) -> bool:

@@ -6,7 +6,8 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fxprec.driver.event_log import EventLog, in_one_line
+from fxprec.driver.event_log import EventLog
+from fxprec.errors import first_line
 from fxprec.passes.notice import Notice
 from fxprec.plan import Plan
 from fxprec.plan.compare import low_groups_with
@@ -89,7 +90,7 @@ class PlanChanges:
             self._graph.compile_again(why, given)
         except Exception as error:  # Inductor may raise anything
             log.info("compiling again failed", exc_info=error)
-            return in_one_line(error)
+            return first_line(error)
         return None
 
     def _give_up(self, plan: Plan, controller: Controller, failed: str) -> Notice:

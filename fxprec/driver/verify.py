@@ -15,7 +15,6 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from fxprec import compat
-from fxprec.driver.event_log import in_one_line
 from fxprec.driver.interpreter import runnable
 from fxprec.driver.verify_references import (
     GEMMS,
@@ -26,6 +25,7 @@ from fxprec.driver.verify_references import (
     name_of,
     statistics_differ,
 )
+from fxprec.errors import first_line
 from fxprec.ir import symbolic
 from fxprec.ir.calls import FakeCall, call_of
 from fxprec.ir.symbolic import Quantize
@@ -142,7 +142,7 @@ class _Checker(Interpreter):
         try:
             found = super().run_node(n)
         except Exception as error:  # the compiler or the interpreter may raise anything
-            self.faults.append(Fault(kernel.name, f"it does not run: {in_one_line(error)}"))
+            self.faults.append(Fault(kernel.name, f"it does not run: {first_line(error)}"))
             counters = self.fetch_args_kwargs_from_env(n)[1]["kwargs"].get("counters")
             return expected | {"counters": counters}
         for argument in kernel.outputs:

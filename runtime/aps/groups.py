@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fxprec.errors import ConfigError
 
@@ -150,8 +151,26 @@ def agree(
     way_out: str = "give every rank the same",
 ) -> None:
     """Raise `ConfigError` on every rank, naming two ranks that differ, unless `text` is the same on all ranks."""
-    texts = [text] * dist.get_world_size(group)
-    dist.all_gather_object(texts, text, group=group)
+    texts = gather_texts(text, group)
     for rank, other in enumerate(texts):
         if other != texts[0]:
             raise ConfigError(f"{what}: rank 0 has ({texts[0]}), rank {rank} has ({other}); {way_out}")
+
+
+def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
+    """Return the text of every rank of the group, in rank order."""
+    device = communication_device(group)
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    size = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([data.numel()], dtype=torch.int64, device=device), group=group)
+    longest = max(int(n) for n in lengths)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    rows = [torch.zeros_like(padded) for _ in range(size)]
+    dist.all_gather(rows, padded, group=group)
+    return [_text(row, int(n)) for row, n in zip(rows, lengths, strict=True)]
+
+
+def _text(row: Tensor, length: int) -> str:
+    return bytes(row[:length].tolist()).decode()
