@@ -69,5 +69,6 @@ class Noise(TorchDispatchMode):
             if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
                 x = x.permute(0, 2, 3, 1)
             if x.is_contiguous():
-                x.view(-1).mul_(1 + self.unit * torch.randn(x.numel(), generator=self.pick, dtype=x.dtype))
+                noise = torch.randn(x.numel(), generator=self.pick, dtype=x.dtype)
+                x.view(-1).mul_(1 + self.unit * noise.to(x.device))
         return result

@@ -2,6 +2,7 @@
 
     python -m benchmarks.options --cases 500              # nightly: about 3 s a case on a busy core
     python -m benchmarks.options --cases 20 --lowering auto
+    python -m benchmarks.options --cases 20 --lowering auto --device cuda
     python -m benchmarks.options --only 4711              # one case, and what is wrong with it
     python -m benchmarks.options --case "{'network': 'mlp', 'recipe': 'fp8', 'peak_budget': '95%'}"
 
@@ -25,7 +26,7 @@ from collections.abc import Iterable
 import torch
 
 import fxprec
-from benchmarks.options.cases import Case, drawn, options_of
+from benchmarks.options.cases import CHOICES, Case, drawn, options_of
 from benchmarks.options.check import Verdict, check
 from benchmarks.options.training import Training
 
@@ -83,17 +84,21 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="these cases, each shown")
     parser.add_argument("--case", type=ast.literal_eval, help="this case")
     parser.add_argument("--lowering", choices=("eager", "auto"), default="eager")
+    parser.add_argument("--device", choices=CHOICES["device"], default="cpu")
     parser.add_argument("--shrink", type=float, default=120.0, metavar="SECONDS", help="at most, for each failing case")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after these")
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
+    if args.device == "cuda":
+        torch.backends.cudnn.allow_tf32 = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
     refused, said, errors = Counter[str](), Counter[str](), Counter[str]()
     failed, count, start = 0, 0, time.perf_counter()
     for seed in [-1] if args.case else args.only or range(args.first, args.first + args.cases):
         if time.perf_counter() - start > args.seconds:
             break
-        case = {**(args.case or case_of(seed, refused)), "lowering": args.lowering}
+        case = {**(args.case or case_of(seed, refused)), "lowering": args.lowering, "device": args.device}
         verdict = check(case)
         count, failed = count + 1, failed + bool(verdict.failures)
         said.update(f"{text} [{seed}]" for text in verdict.warned)

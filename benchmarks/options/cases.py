@@ -83,7 +83,9 @@ CHOICES = {
     "network": tuple(NETWORKS),
     **OPTIONS,
     **LOOP,
+    "device": ("cpu", "cuda"),
 }
+"""The device is named, not drawn."""
 RARE = {"accumulator", "activation_budget", "peak_budget", "low_ratio", "step_budget", "weights", "retain", "strict"}
 BESIDE = ("recipe", "storage", "grad_scaling", "gemms", "lowering", "cpu")
 """Options that a second model takes over."""

@@ -40,9 +40,10 @@ class Training:
         self.case = SimpleNamespace(**{name: setting(case, name) for name in CHOICES})
         self.noise = noise or nullcontext()
         self.is_exact = self.case.weights == "float32" and not self.case.partly
+        self.device = torch.device(self.case.device)
         torch.manual_seed(0)
-        self.model = made(self.case)
-        self.second = None if self.case.second is None else _second(self.case, self.model)
+        self.model = made(self.case).to(self.device)
+        self.second = None if self.case.second is None else _second(self.case, self.model).to(self.device)
         self.start = {name: p.detach().clone() for name, p in self._named()}
         self.optimizer = self._new_optimizer()
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5) if self.case.schedule else None
@@ -190,9 +191,9 @@ class Training:
     def _batch(self, seed: int, rows: int) -> Tensor:
         pick = torch.Generator().manual_seed(100 + seed)
         if self.case.network in TOKENS:
-            return torch.randint(0, WIDTH, (rows, LENGTH), generator=pick)
+            return torch.randint(0, WIDTH, (rows, LENGTH), generator=pick).to(self.device)
         shape = (rows, 3, 8, 8) if self.case.network in IMAGES else (rows, WIDTH)
-        return torch.randn(shape, generator=pick).to(getattr(torch, self.case.weights))
+        return torch.randn(shape, generator=pick).to(self.device, getattr(torch, self.case.weights))
 
     def _loss(self, inputs: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         """Return the loss, and the model's results as one tensor."""
@@ -200,8 +201,8 @@ class Training:
         case, called = self.case, self._called_inside()
         last = case.alternate and seed % 2 == 1
         sizes = [torch.Size(shape).numel() for shape in shapes(case.network, len(inputs))]
-        target = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(seed))
-        with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+        target = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(seed)).to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=case.autocast):
             if case.wrapped == "loss":
                 loss, results = called(inputs, target, last)
             else:
