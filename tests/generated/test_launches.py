@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor.virtualized import V
+from torch.fx import Graph, GraphModule
 
 pytest.importorskip("triton")
 
@@ -107,3 +110,42 @@ def test_a_kernel_that_cannot_start_as_it_is_loaded_is_left_out_alone(monkeypatc
     assert builds == [2, 1]
     assert [n.detail.split(": ")[0] for n in told] == ["it compiles but cannot be launched"]
     assert lowering.without == {first[0]}
+
+
+SCALED = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def scaled(in0, out0, n):
+    i = tl.arange(0, 16)
+    tl.store(out0 + i, tl.load(in0 + i, mask=i < n), mask=i < n)
+"""
+
+
+def test_nodes_with_one_value_stay_different_arguments() -> None:
+    """A cast in storage simulate has the value of its input. Torch 2.11 then gave the kernel its own empty output."""
+    from torch._inductor.fx_passes.post_grad import decompose_triton_kernel_wrapper_functional
+    from torch._subclasses import FakeTensorMode
+
+    from fxprec.passes.lowering.triton.launch import insert_launch
+
+    graph, mode = Graph(), FakeTensorMode()
+    with mode:
+        shared = torch.empty(16)
+    x = graph.placeholder("x")
+    empty = graph.call_function(torch.ops.aten.empty_strided.default, ([16], [1]))
+    x.meta["val"] = empty.meta["val"] = shared
+    arguments: dict[str, object] = {"in0": x, "out0": empty, "n": 16}
+    call = insert_launch(graph, compat.TritonCalls(), SCALED, "scaled", 1, arguments, ["out0"])
+    _, seen = call.meta["eager_input_vals"]
+    assert seen["kwargs"]["in0"] is not seen["kwargs"]["out0"]
+
+    graph.output((graph.call_function(operator.getitem, (call, "out0")),))
+    gm = GraphModule(torch.nn.Module(), graph)
+    empty.meta["val"] = shared.detach()  # Inductor propagates new values before it traces the launch
+    with V.set_fake_mode(mode):
+        decompose_triton_kernel_wrapper_functional(gm.graph)
+    (launch,) = gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.triton_kernel_wrapper_mutation)
+    given: Any = launch.kwargs["kwargs"]
+    assert given["in0"] is x

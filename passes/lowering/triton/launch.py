@@ -48,10 +48,27 @@ def insert_launch(
     """Insert the launch of a kernel, whose value has the arguments in ``written``."""
     keywords = calls.keywords(source, name, programs, arguments, written)
     call = graph.call_function(calls.target, (), keywords)
-    vals = torch.fx.map_arg(keywords, lambda n: n.meta["val"])
+    vals = _distinct_values(keywords)
     call.meta["val"] = {name: vals["kwargs"][name] for name in written}
     call.meta["eager_input_vals"] = ((), vals)  # Inductor then gives the kernel exactly these strides
     return call
+
+
+def _distinct_values(keywords: dict[str, Any]) -> Any:
+    """Return ``keywords`` with the value of each node, an object of its own.
+
+    Inductor traces the launch with these values. Two nodes with one value would become one argument, so a kernel would
+    read its empty output instead of its input.
+    """
+    vals: dict[Node, Any] = {}
+
+    def val(node: Node) -> Any:
+        if node not in vals:
+            found = node.meta["val"]
+            vals[node] = found.detach() if isinstance(found, torch.Tensor) else found
+        return vals[node]
+
+    return torch.fx.map_arg(keywords, val)
 
 
 @dataclass
