@@ -168,3 +168,13 @@ def test_the_same_bits_from_fewer_files(folder: Path, monkeypatch: pytest.Monkey
     assert files <= 4  # forward's, backward's
     assert libraries(folder) - files > 6
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+
+
+def test_code_without_loops_asks_nothing_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's code from the cache waited a minute, while Inductor compiled a program for each kind of CPU."""
+
+    def asked() -> None:
+        raise AssertionError("asked for the CPU's vectors")
+
+    monkeypatch.setattr(units, "pick_vec_isa", asked)
+    assert compiled() == []

@@ -85,8 +85,9 @@ def _want(self: AsyncCompile, argtypes: Sequence[str], source_code: str, *args: 
 
 def _wait_for_all(self: AsyncCompile, scope: dict[str, Any], *args: object, **kwargs: object) -> None:
     wanted = {name: value for name, value in scope.items() if isinstance(value, _Wanted)}
-    loops = _compiled(list(dict.fromkeys(wanted.values())), self)
-    scope.update((name, loops[value]) for name, value in wanted.items())
+    if wanted:  # of a GPU's code there are none, and asking for the settings compiles a program for each kind of CPU
+        loops = _compiled(list(dict.fromkeys(wanted.values())), self)
+        scope.update((name, loops[value]) for name, value in wanted.items())
     _wait(self, scope, *args, **kwargs)
 
 

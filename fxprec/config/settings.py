@@ -20,6 +20,8 @@ class PeakBudget:
     """A peak budget in bytes, or as a share of the step's peak with everything kept in high precision."""
 
     asked: int | str
+    has_libraries: bool = True
+    """Whether a number of bytes includes what libraries need on a GPU, which a share never does."""
 
     @property
     def is_share(self) -> bool:

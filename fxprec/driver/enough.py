@@ -55,8 +55,9 @@ def confirmed(error: BudgetError, compiler: Compiler, compile_graph: Callable[[C
 
 def _within(compiler: Compiler, budget: int) -> Compiler:
     """Return a compiler for another peak budget that changes nothing of the given one's."""
-    log = _QuietLog(compiler.log.name, strict=False)
-    settings = replace(compiler.settings, peak_budget=PeakBudget(budget))
+    log, asked = _QuietLog(compiler.log.name, strict=False), compiler.settings.peak_budget
+    in_bytes = asked is not None and asked.has_libraries and not asked.is_share
+    settings = replace(compiler.settings, peak_budget=PeakBudget(budget, has_libraries=in_bytes))
     return replace(
         compiler,
         settings=settings,

@@ -116,9 +116,14 @@ class Host:
         self._errors.seek(0)
         said = (log.read_bytes() or self._errors.read()).decode(errors="replace").strip()
         findings.output = said[-3000:]
+        at = said.rfind("Timeout (")  # its stack begins with where the process was
         where = f" in case {findings.case!r}" if findings.case else ""
         last = said.splitlines()[-1] if said and tells_why else ""
-        findings.fail(findings.case or "end", f"the process {what}{where}{f': {last}' if last else ''}", said[-3000:])
+        findings.fail(
+            findings.case or "end",
+            f"the process {what}{where}{f': {last}' if last else ''}",
+            said[at : at + 3000] if at >= 0 else said[-3000:],
+        )
         findings.seconds = time.monotonic() - start
         return findings
 

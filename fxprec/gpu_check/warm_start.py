@@ -16,6 +16,9 @@ from fxprec.gpu_check.ground import Ground, within
 PATIENCE = 20.0
 """Seconds after which, and again after as many, a process writes its stack."""
 
+TO_TELL = 5.0
+"""Seconds that are left, once a process was too slow, to say where it was."""
+
 
 def check(ground: Ground) -> None:
     """Time both processes; the second must not be slower."""
@@ -25,7 +28,7 @@ def check(ground: Ground) -> None:
     with tempfile.TemporaryDirectory(prefix="fxprec-warm-start-") as folder:
         for name in ("cold", "warm"):
             with ground.case(f"the first step of a process with {name} caches"):
-                found[name], stack = _process(folder, ground.seconds_left)
+                found[name], stack = _process(folder, ground.seconds_left - TO_TELL)
                 ground.fact(f"first step, {name} caches, s", round(found[name], 1))
                 if stack:
                     ground.fact(f"where the process with {name} caches was, innermost first", stack)

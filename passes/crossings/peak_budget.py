@@ -40,7 +40,7 @@ def within_budget(work: Work, needs: Needs, goal: PeakBudget, progress: Progress
     fits = chooser.curve(waiting=offers) if offers or work.looks_at_budgets else ()
     if part.is_provisional and goal.is_share:
         budget = max(budget, fits[-1].peak)  # later it will be a share of all graphs' peak together
-    free = 0 if goal.is_share else reserved(device, budget)
+    free = reserved(device, budget) if goal.has_libraries and not goal.is_share else 0
     bound = part.bound(budget, free)
     fit = fits[-1] if part.is_provisional else chooser.within(bound)
     if fit is None or fit.excess(bound) > 0:
