@@ -31,7 +31,7 @@ from fxprec.ir.calls import FakeCall, call_of
 from fxprec.ir.symbolic import Quantize
 from fxprec.kernels import casts
 from fxprec.kernels.casts import LoadBlocks, StoreBlocks
-from fxprec.numerics.formats import parse
+from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.stats import WIDTH
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.lowering.blocks import BlockCall
@@ -64,7 +64,9 @@ def checked_run(
         wanted = None
         if lowered.generated.kernels:
             wanted = _Reference(runnable(plain), lowered)
-            wanted.run(*map(_copied, args))
+            devices = {x.device for x in args if isinstance(x, torch.Tensor) and x.device.type == "cuda"}
+            with torch.random.fork_rng(devices):  # so that both draw the same dropout
+                wanted.run(*map(_copied, args))
         checker = _Checker(runnable(lowered_gm), lowered.generated.kernels, wanted)
         results = list(checker.run(*args))
     statistics = None if wanted is None else wanted.statistics
@@ -92,7 +94,7 @@ class _Reference(Interpreter):
         super().__init__(plain)
         self.kept = {argument.origin for kernel in lowered.generated.kernels for argument in kernel.outputs}
         self.values: dict[str, torch.Tensor] = {}
-        self.code_bits: dict[str, int] = {}
+        self.formats: dict[str, Format] = {}
         self.row_of = dict(zip(nodes, rows, strict=True))
         self.by_row: dict[int, torch.Tensor] = {}
         self.order = lowered.generated.watched
@@ -102,7 +104,7 @@ class _Reference(Interpreter):
         if n.name in self.kept:
             self.values[n.name] = result
             if (cast := Quantize.match(n)) is not None:
-                self.code_bits[n.name] = parse(cast.format).bits
+                self.formats[n.name] = parse(cast.format)
         if n in self.row_of:
             self.by_row[self.row_of[n]] = result
         return result
@@ -147,8 +149,8 @@ class _Checker(Interpreter):
             return expected | {"counters": counters}
         for argument in kernel.outputs:
             origin, mine = argument.origin, found[argument.name]
-            bits = self.wanted.code_bits.get(origin)
-            reason = difference(mine, expected[argument.name], origin, exact=kernel.is_exact, code_bits=bits)
+            fmt = None if mine.is_floating_point() else self.wanted.formats.get(origin)
+            reason = difference(mine, expected[argument.name], origin, exact=kernel.is_exact, fmt=fmt)
             if reason is not None:
                 self.faults.append(Fault(kernel.name, reason))
                 break
@@ -189,12 +191,14 @@ class _Checker(Interpreter):
 
     def compare_statistics(self, wanted: torch.Tensor, found: torch.Tensor, lowered: Lowered) -> None:
         """Compare the rows that generated kernels count; they are the first rows of ``found``."""
-        owner = {row: kernel.name for kernel in lowered.generated.kernels for row in kernel.watched}
+        owner = {row: kernel for kernel in lowered.generated.kernels for row in kernel.watched}
         rows = found[: wanted.numel()].view(-1, WIDTH)
-        differ = statistics_differ(rows, wanted.view(-1, WIDTH)).tolist()
+        of_inexact = torch.tensor([not owner[row].is_exact for row in lowered.generated.watched], device="cpu")
+        differ = statistics_differ(rows, wanted.view(-1, WIDTH), of_inexact).tolist()
         for row, is_wrong in zip(lowered.generated.watched, differ, strict=True):
-            if is_wrong and owner[row] not in {fault.kernel for fault in self.faults}:
-                self.faults.append(Fault(owner[row], f"its statistics of row {row} differ from the reference's"))
+            name = owner[row].name
+            if is_wrong and name not in {fault.kernel for fault in self.faults}:
+                self.faults.append(Fault(name, f"its statistics of row {row} differ from the reference's"))
 
 
 # The kernels of a CPU, some of which overwrite their input.

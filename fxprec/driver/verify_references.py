@@ -14,7 +14,8 @@ from fxprec.ir.calls import FakeCall
 from fxprec.kernels import casts, coded_gemms
 from fxprec.kernels.counts import GATHERED, Totals
 from fxprec.numerics import block_codec, stats
-from fxprec.numerics.formats import parse
+from fxprec.numerics.codec import decode_bits
+from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.rows import format_row
 from fxprec.numerics.stats import COLUMNS, SITE_COUNTERS, STRIPES, SUMS, UNMEASURED, WIDTH, Counts, finish
 from fxprec.runtime.gemm.reference_ops import numbers, transposed
@@ -41,9 +42,9 @@ Reference = Callable[..., Checked]
 
 
 def difference(
-    found: torch.Tensor, wanted: torch.Tensor, name: str, *, exact: bool, code_bits: int | None = None
+    found: torch.Tensor, wanted: torch.Tensor, name: str, *, exact: bool, fmt: Format | None = None
 ) -> str | None:
-    """Return how two results differ beyond the tolerance, or None. Codes have ``code_bits`` bits, the sign first."""
+    """Return how two results differ beyond the tolerance, or None. ``fmt``: the format of codes."""
     if exact:
         same = (_bits(found) == _bits(wanted)) | (_is_nan(found) & _is_nan(wanted))
         count = int((~same).sum())
@@ -53,11 +54,13 @@ def difference(
         close = torch.isclose(found, wanted, rtol=TOLERANCE, atol=limit, equal_nan=True)
         count = int((~close).sum())
         return f"{count} of {found.numel()} elements of {name} are off by more than {TOLERANCE:g}" if count else None
-    mine, theirs = (_place(_bits(x), code_bits or 8 * x.itemsize) for x in (found, wanted))
+    mine, theirs = (_place(_bits(x), 8 * x.itemsize if fmt is None else fmt.bits) for x in (found, wanted))
     steps = (mine - theirs).abs()
     is_far = steps > 1
-    if found.dtype in (torch.bfloat16, torch.float16):
-        wide, goal = found.to(torch.float32), wanted.to(torch.float32)
+    if fmt is not None or found.dtype in (torch.bfloat16, torch.float16):  # a sum may cancel to less than its error
+        wide, goal = (
+            x.to(torch.float32) if fmt is None else decode_bits(x.view(fmt.code_dtype), fmt) for x in (found, wanted)
+        )
         limit = TOLERANCE * float(goal.nan_to_num(0.0, 0.0, 0.0).abs().max()) if goal.numel() else 0.0
         is_far &= ~((wide - goal).abs() <= limit) & ~(wide.isnan() & goal.isnan())
     far, near = int(is_far.sum()), int((steps > 0).sum())
@@ -67,6 +70,10 @@ def difference(
             "code"
         )
     return None
+
+
+def _numbers(x: torch.Tensor, fmt: Format | None) -> torch.Tensor:
+    return x.to(torch.float32) if fmt is None else decode_bits(x.view(fmt.code_dtype), fmt)
 
 
 def _place(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -85,15 +92,22 @@ def _is_nan(x: torch.Tensor) -> torch.Tensor:
     return torch.isnan(x) if x.dtype.is_floating_point else torch.zeros_like(x, dtype=torch.bool)
 
 
-def statistics_differ(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def statistics_differ(
+    found: torch.Tensor, wanted: torch.Tensor, of_inexact: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return for each row of counts (n, `WIDTH`) whether it differs, (n,) bool.
 
-    Ratios and largest magnitudes must agree to the last bit. Moments have a tolerance, as their sums are reordered.
+    Ratios and largest magnitudes must agree to the last bit, except for rows ``of_inexact`` kernels (n, bool), whose
+    values do not either. Moments have a tolerance, as their sums are reordered.
     """
     mine, theirs = (
         torch.tensor(finish(rows.cpu()), dtype=torch.float64, device="cpu").view(-1, 7) for rows in (found, wanted)
     )
     same = (mine[:, :3].nan_to_num() == theirs[:, :3].nan_to_num()).all(1)
+    if of_inexact is not None:
+        ratios = torch.isclose(mine[:, :2], theirs[:, :2], rtol=0.0, atol=MAX_DIFFERING, equal_nan=True).all(1)
+        largest = torch.isclose(mine[:, 2], theirs[:, 2], rtol=TOLERANCE, atol=0.0, equal_nan=True)
+        same |= of_inexact & ratios & largest
     near = torch.isclose(mine[:, 3:], theirs[:, 3:], rtol=1e-3, atol=1e-4, equal_nan=True).all(1)
     return ~(same & near)
 

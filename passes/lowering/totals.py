@@ -113,8 +113,8 @@ def _counted_piece(
 
 
 def _part(x: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the dimensions, innermost in memory, that form a part; None if sizes or strides are unknown."""
-    if not all(isinstance(n, int) for n in (*x.shape, *x.stride())) or not x.numel():
+    """Return the dimensions, innermost in memory, that form a part; None for a scalar or unknown sizes or strides."""
+    if not all(isinstance(n, int) for n in (*x.shape, *x.stride())) or not x.numel() or not x.ndim:
         return None
     strides = x.stride()
     order = sorted(range(x.ndim), key=lambda d: (-strides[d], d))

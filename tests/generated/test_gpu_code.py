@@ -58,6 +58,17 @@ def two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
 
 
+class Loss(nn.Module):
+    """(batch, 16) to a loss: a tensor of no dimensions is rounded and counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.layer(x), x)
+
+
 def on_cpu(gm: torch.fx.GraphModule) -> list[torch.fx.Node]:
     values = ((n, n.meta.get("val")) for n in gm.graph.nodes)
     return [n for n, v in values if isinstance(v, Tensor) and v.device.type == "cpu"]
@@ -72,6 +83,8 @@ CASES = {
     "a transformer block, A100, generated": (Attention, (2, 8, 16), PACKED, "triton", 80),
     "blocks, H100": (two_layers, (32, 16), {"recipe": "fp8+1-2-1/16:e4m3fn*", "gemms": "high"}, "auto", 90),
     "blocks, A100, generated": (two_layers, (32, 16), {"recipe": "fp8+int4/32:bf16", "gemms": "high"}, "triton", 80),
+    "a loss, H100": (Loss, (32, 16), {"recipe": "hfp8", "storage": "simulate"}, "auto", 90),
+    "a loss, H100, generated": (Loss, (32, 16), {"recipe": "hfp8", "storage": "simulate"}, "triton", 90),
     "convolutions, H100": (Cnn, (2, 3, 8, 8), PACKED, "auto", 90),
 }
 

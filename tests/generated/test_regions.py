@@ -49,6 +49,32 @@ def test_a_path_through_a_gemm_keeps_two_regions_apart() -> None:
     assert decodes & set(found[1])
 
 
+def test_a_result_of_a_reduction_that_no_kernel_makes_is_read_from_memory() -> None:
+    """A layer norm of one channel: its mean was taken for a result of the kernel itself."""
+
+    def f(x, table):
+        var, mean = torch.var_mean(x, -1, keepdim=True, correction=0)
+        return stored((x - mean) * (var + 1e-5).rsqrt(), table)
+
+    _, (found,) = regions_of(f, torch.zeros(4, 1), TABLE)
+    assert "quantize" in found
+    assert not [name for name in found if name.startswith(("var_mean", "getitem"))]
+
+
+def test_a_rows_one_value_is_not_rounded_beside_the_row() -> None:
+    """A kernel of rows would count it once for each column."""
+
+    def f(x, table):
+        mean = x.mean(-1, keepdim=True)
+        return *stored(mean, table), *stored(x - mean, table, 1, "1-5-2")
+
+    _, found = regions_of(f, X, TABLE)
+    assert [[name for name in region if name.startswith("quantize")] for region in found] in (
+        [["quantize"], ["quantize_1"]],
+        [["quantize_1"], ["quantize"]],
+    )
+
+
 def test_a_reduction_over_rows_joins_what_it_reads_and_what_reads_it() -> None:
     def f(x, weight, table):
         _, value = stored(x, table)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,14 @@ def batches(*shape: int, sizes: tuple[int, ...] = (4, 4)) -> list[Tensor]:
     return [torch.randn(size, *shape, generator=generator) for size in sizes]
 
 
+def assert_close_training(make, data: list[Tensor], **options) -> Backend:
+    """Numbers but for the order of sums."""
+    found, backend = train(make, data, "triton", **options)
+    for got, right in zip(found, train(make, data, "eager", **options)[0], strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-6)
+    return backend
+
+
 def assert_same_training(make, data: list[Tensor], **options) -> Backend:
     """Equal bits, statistics among them, and kernels that did it."""
     found, backend = train(make, data, "triton", **options)
@@ -98,6 +107,30 @@ def test_storage_simulate_reads_formats_from_the_table() -> None:
 def test_a_transformer_block_passes_its_own_check() -> None:
     """Functions and row sums are not ATen's to the bit; at this size no rounding shows it."""
     assert_same_training(Block, batches(6, 16, sizes=(2,)), recipe="fp8", storage="native", verify=True)
+
+
+@pytest.mark.parametrize("storage", ["simulate", "packed"])
+def test_a_single_row_has_kernels(storage: str) -> None:
+    """Along a dimension of one element a kernel needs addresses for its whole block; such kernels did not compile."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.layer_norm(F.relu(self.first(x)), (16,))
+            return y * self.last(y) + self.last(y).mean()
+
+    backend = assert_close_training(Head, batches(16, sizes=(1,)), storage=storage)
+    assert not [e for e in backend.events if e.kind == "fallback"]
+
+
+def test_verifying_draws_the_dropout_of_the_reference() -> None:
+    """The reference ran first, so the kernel's dropout was the next one: a correct kernel was dropped."""
+    make = partial(nn.Sequential, nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16))
+    _, backend = train(make, batches(16, sizes=(64,)), "triton", storage="packed", verify=True)
+    assert not [e for e in backend.events if e.kind == "fallback"]
 
 
 def test_sources_are_readable_deterministic_and_quoted(tmp_path: Path) -> None:
@@ -215,4 +248,4 @@ def test_what_a_machine_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:
-    assert interpreted_tests.passed(__file__) == 9
+    assert interpreted_tests.passed(__file__) == 12

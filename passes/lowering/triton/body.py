@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -235,16 +236,17 @@ class Body:
         val: torch.Tensor = node.meta["val"]
         value, of_row = self.values[node], node in self.region.rows
         if of_row:
-            place = self._offset(shape_of(val), strides_of(val), "r")
-            mask = "r < rows"
+            place, letters, mask = self._offset(shape_of(val), strides_of(val), "r"), "r", "r < rows"
         else:
             place, _ = self._place(shape_of(val), strides_of(val), False)
-            mask = "inside"
+            letters, mask = "i" if self.columns is None else "rc", "inside"
+        # Addresses must be a block of the values' shape, also along a dimension of one element.
+        missing = [f"0 * {x}" for x in letters if re.search(rf"\b{x}\b", place) is None]
+        place = " + ".join(filter(None, (place, *missing)))
         dtype = torch.uint8 if val.dtype.itemsize == 1 and val.dtype.is_floating_point else val.dtype
         cast = (_TO_CODE if value.dtype is None else _TO_MEMORY)[dtype]
         what = value.name if of_row else self.whole(value)
-        at = f"out{i} + {place}" if place else f"out{i}"
-        self.lines.append(f"tl.store({at}, {what}{cast}, mask={mask})")
+        self.lines.append(f"tl.store(out{i} + {place}, {what}{cast}, mask={mask})")
         return Argument(f"out{i}", node, dtype, numel_of(val))
 
     def whole(self, value: Value) -> str:

@@ -92,7 +92,7 @@ def is_supported(node: Node) -> bool:
     if node.target is VAR_MEAN:
         return _reduces_last(node) and tensor_of(input_at(node, 0)).dtype == torch.float32
     if node.target is operator.getitem:
-        return input_at(node, 0).target is VAR_MEAN
+        return input_at(node, 0).target is VAR_MEAN and is_supported(input_at(node, 0))
     if not isinstance(val, torch.Tensor) or val.layout != torch.strided:
         return False
     if node.target is QUANTIZE:
@@ -196,6 +196,8 @@ class _Finder:
         for source in node.all_input_nodes:
             if source in self.region_of:
                 self._join(node, source)
+        if node.target is operator.getitem and self.region_of[node] is not self.region_of[input_at(node, 0)]:
+            del self.region_of[node]  # a kernel has no name for one result of another kernel's reduction
 
     def join_readers(self, node: Node) -> None:
         """Join the regions that round and read a whole tensor in memory, so that it is read once."""
@@ -266,11 +268,16 @@ def _joined(a: Region, b: Region) -> Region | None:
         joined = Region(a.numel, columns, a.full | b.full, a.rows | b.rows)
         return joined if columns is None or all(_row_length(n) == columns for n in joined.full) else None
     for wide, narrow in ((a, b), (b, a)):
-        if wide.columns is None or narrow.columns is not None:
+        if wide.columns is None or narrow.columns is not None or _rounds(narrow):
             continue
         if wide.numel == narrow.numel * wide.columns:
             return Region(wide.numel, wide.columns, set(wide.full), wide.rows | narrow.full)
     return None
+
+
+def _rounds(region: Region) -> bool:
+    """Return whether a region rounds: a kernel of rows would round, and count, a row's one value in every column."""
+    return any(node.target in (QUANTIZE, KeepCodes.target, KEEP_NONFINITE) for node in region.full)
 
 
 def _row_length(node: Node) -> Size:
