@@ -18,6 +18,7 @@ from fxprec.numerics.formats import parse
 from fxprec.numerics.rows import format_row
 from fxprec.plan import Site
 from fxprec.plan.scales import Cast, ScaleGraph, Slot
+from fxprec.runtime.on_device import upload
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class ScaleTable:
         table = formats
         if scales is not None:
             table = with_scales(formats, scales, state.exps, state.copies, measure=state.measures)
-        return table.to(self._device, non_blocking=True)
+        return upload(table, self._device)
 
 
 _K = TypeVar("_K")

@@ -6,6 +6,9 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch.torch_version import TorchVersion
+
 import fxprec
 from benchmarks.graphs.check import HARDWARE, NEAR
 from benchmarks.options.networks import IMAGES, NETWORKS, TOKENS
@@ -165,6 +168,8 @@ def _pointless(case: Case) -> dict[str, bool]:
         "outer": (outer == "reentrant" and (has_tokens or not is_called or not case.get("input_grad")))
         or (outer in ("checkpoint", "reentrant") and "spectral_norm" in case.values())
         or (outer in ("checkpoint", "reentrant") and network == "teacher"),  # which forward writes into, twice
+        # Code of torch 2.11 goes on without the gradient of a parameter that is trained later.
+        "frozen": case.get("frozen") in ("until 2", "in turns") and TorchVersion(torch.__version__) < (2, 13),
         "flight": not case.keys() & {"parts", "uneven"},
         # The target has the size that is marked, too.
         "dynamic": case.get("dynamic") == "mark" and setting(case, "wrapped") == "loss",
