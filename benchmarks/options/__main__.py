@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first case")
     parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="these cases, each shown")
     parser.add_argument("--case", type=ast.literal_eval, help="this case")
-    parser.add_argument("--lowering", choices=("eager", "auto"), default="eager")
+    parser.add_argument("--lowering", choices=("eager", "auto", "triton"), default="eager")
     parser.add_argument("--device", choices=CHOICES["device"], default="cpu")
     parser.add_argument("--shrink", type=float, default=120.0, metavar="SECONDS", help="at most, for each failing case")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after these")

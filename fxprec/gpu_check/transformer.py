@@ -69,6 +69,17 @@ def check(ground: Ground) -> None:
             reference = present(reference, "there is no reference: its case failed")
             ground.fact(f"gradients of {lowering!r} beside 'eager'", _compare(found, reference, BETWEEN_LOWERINGS))
             ground.fact(f"rows of {lowering!r} not equal to the last bit", _rows(found, reference))
+    _simulated(ground)
+
+
+def _simulated(ground: Ground) -> None:
+    """Compare lowerings where every counted tensor is rounded in float32, which takes other kernels."""
+    wanted = step(ground, "eager", storage="simulate")
+    for lowering in ("inductor", "triton"):
+        if ground.has_time(f"storage='simulate', lowering={lowering!r}"):
+            with ground.case(f"storage='simulate', lowering={lowering!r}"):
+                found = step(ground, lowering, storage="simulate")
+                ground.fact(f"simulated: gradients of {lowering!r} beside 'eager'", _compare(found, wanted, TO_FLOAT32))
 
 
 def _two_layers(ground: Ground) -> float:
