@@ -66,6 +66,21 @@ def test_kernels_round_and_pack_as_the_reference(part: int) -> None:
 
 
 @interpreted
+def test_a_constant_is_rounded_and_keeps_what_is_not_finite() -> None:
+    """As the mask of attention: a kernel without an input, whose number has no bits to look at."""
+    table = scale_table(["1-4-3"])
+
+    def f(table):
+        x = torch.full((), 0.3)
+        q = QUANTIZE(x, table, 0, "1-4-3", "simulate")
+        return symbolic.KEEP_NONFINITE(DEQUANTIZE(q, table, 0, "1-4-3", "simulate", torch.float32), x)
+
+    lowered, (found,), (wanted,) = compare(f, table)
+    assert len(lowered.generated.kernels) == 1
+    assert torch.equal(found, wanted)
+
+
+@interpreted
 @pytest.mark.parametrize("fmt", ["e5m2_sat", "e4m3fn", "1-5-2:ieee"])
 def test_codes_that_keep_inf_and_nan_come_out_of_the_kernel_that_rounds(fmt: str) -> None:
     """Scaled, so that what is kept is of the value and not of what is rounded; also where fp8 shows the bytes."""
@@ -289,4 +304,4 @@ def test_arithmetic_in_16_bits_is_rounded_as_in_the_graph() -> None:
 
 @pytest.mark.cpu_dependent
 def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:
-    assert interpreted_tests.passed(__file__) == 19
+    assert interpreted_tests.passed(__file__) == 20

@@ -264,7 +264,8 @@ class _Printer(Body):
             return self._with_specials(node, kept.rounded, kept.x, KEPT_CODES[node.meta["val"].dtype])
         rounded, x = self.read(kept.rounded, node), self.read(kept.x, node)
         other = self._rounded("wide", x.name, x.extent, node.meta["val"].dtype)
-        expression = f"tl.where({self.use('is_finite')}({x.name}), {rounded.name}, {other.name})"
+        wide = x.name if x.name.isidentifier() else self.whole(x)  # a constant is a number, which has no bits
+        expression = f"tl.where({self.use('is_finite')}({wide}), {rounded.name}, {other.name})"
         return self.assign("kept", expression, rounded.extent | x.extent, node.meta["val"].dtype)
 
 
