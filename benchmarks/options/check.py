@@ -105,7 +105,11 @@ def _judged(case: Case, options: dict[str, Any], folder: str) -> Iterator[str]:
     state = training.state() if resumes else b""
     later = training.run(SAVED, STEPS)
     found |= later
-    if promoted and setting(case, "promote_above") is not None and not any(plan.promoted for plan in backend.plans):
+    # A GPU's statistics wait for those of later steps, and copies in bfloat16 have none.
+    acts = setting(case, "promote_above") is not None and (
+        setting(case, "device") == "cpu" or setting(case, "recipe") != "bf16 copies"
+    )
+    if promoted and acts and not any(plan.promoted for plan in backend.plans):
         yield f"{promoted} tensors overflowed, and none was promoted"
     if not training.has_skipped:
         yield from differences(case, found)
