@@ -178,3 +178,59 @@ def test_code_without_loops_asks_nothing_of_the_cpu(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(units, "pick_vec_isa", asked)
     assert compiled() == []
+
+
+def reading(*places: int, also: str = "0.0f") -> str:
+    """A loop that adds numbers of a table, and something."""
+    read = " + ".join(f"in_ptr1[static_cast<int64_t>({place}L)]" for place in places)
+    return f"""
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C"  void  kernel(const float* in_ptr0,
+                       const float* in_ptr1,
+                       float* out_ptr0)
+{{
+    for (int64_t i = 0; i < 4; ++i) out_ptr0[i] = in_ptr0[i] + {read} + {also};
+}}
+"""
+
+
+def bodies(folder: Path) -> int:
+    return sum(path.read_text().count("namespace loop_") for path in folder.glob("*/*.main.cpp"))
+
+
+TABLE = 2.0 ** torch.arange(12)
+KINDS = ["const float*", "const float*", "float*"]
+
+
+def read_by(*sources: str) -> list[float]:
+    compiler, found = AsyncCompile(), []
+    with compat.loops_share_files():
+        scope = {f"loop_{i}": compiler.cpp_pybinding(KINDS, text) for i, text in enumerate(sources)}
+        compiler.wait(scope)
+    for loop in scope.values():
+        out = torch.empty(4)
+        loop(torch.zeros(4), TABLE, out)
+        found.append(float(out[3]))
+    return found
+
+
+def test_loops_that_read_other_rows_of_a_table_are_one_function(folder: Path) -> None:
+    """As those of equal layers, which read their scales."""
+    assert read_by(reading(4), reading(7), reading(0), reading(9, 11), reading(3, 5)) == [16, 128, 1, 2560, 40]
+    assert bodies(folder) == 2
+
+
+def test_loops_that_differ_otherwise_are_functions_of_their_own(folder: Path) -> None:
+    also = "in_ptr1[i]"  # a place that varies
+    assert read_by(reading(4, also=also), reading(7, also=also), reading(3, 4), reading(3, 5)) == [24, 136, 24, 40]
+    assert bodies(folder) == 4
+
+
+def test_what_is_written_is_read_where_the_loop_says(folder: Path) -> None:
+    def own(place: int) -> str:
+        return reading(0).replace(
+            "in_ptr0[i] +", f"(i == 3 ? out_ptr0[static_cast<int64_t>({place}L)] : in_ptr0[i] + i) +"
+        )
+
+    assert read_by(own(1), own(2)) == [2 + 1, 3 + 1]
+    assert bodies(folder) == 2
