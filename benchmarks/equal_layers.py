@@ -1,10 +1,12 @@
-"""Compiling a model block by block: CPU seconds of one block, and of twelve that are equal.
+"""Compiling a model block by block, or whole: CPU seconds of one block, and of twelve that are equal.
 
     python -m benchmarks.equal_layers
+    python -m benchmarks.equal_layers --sides "whole, inductor" "whole, fp8"
 
 Blocks of a transformer behind an embedding, each compiled by itself, from ``compile()`` to the end of the first
-training step: by Inductor, by ``block.compile(backend="fxprec")``, and with one `fxprec.Backend` for all. Each process
-starts with an empty cache folder.
+training step: by Inductor, by ``block.compile(backend="fxprec")``, and with one `fxprec.Backend` for all. Or the whole
+model is one graph: by Inductor under bfloat16 autocast, and by fxprec in fp8. Each process starts with an empty cache
+folder.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import fxprec
 from benchmarks import machine
 from benchmarks.warm_start import cpu
 
-SIDES = ("name", "backend", "inductor")
+SIDES = ("name", "backend", "inductor", "whole, inductor", "whole, fp8")
 
 
 class Block(nn.Module):
@@ -50,6 +52,8 @@ def one_step(side: str, count: int) -> dict[str, Any]:
     net = nn.Sequential(nn.Embedding(100, 64), *blocks)
     shared = fxprec.Backend(fxprec.Config(recipe="hfp8"))
     start = cpu()
+    if side.startswith("whole"):
+        return {"side": side, "blocks": count, "cpu_s": round(_of_whole(net, side) - start, 2)}
     for block in blocks:
         if side == "inductor":
             block.compile()
@@ -65,6 +69,16 @@ def one_step(side: str, count: int) -> dict[str, Any]:
     return row | {"plans": sum(len(backend.plans) for backend in backends)}
 
 
+def _of_whole(net: nn.Module, side: str) -> float:
+    """Compile a model as one graph and run one step; return the CPU seconds used by then."""
+    is_rival = side.endswith("inductor")
+    compiled = torch.compile(net, backend="inductor" if is_rival else fxprec.Backend(fxprec.Config(recipe="fp8")))
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_rival):
+        results = compiled(torch.randint(0, 100, (8, 16)))
+    results.float().square().mean().backward()
+    return cpu()
+
+
 def in_process(side: str, count: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
@@ -75,15 +89,16 @@ def in_process(side: str, count: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--side", choices=SIDES, help="one step of this side, in this process")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="these in turn")
     parser.add_argument("--blocks", type=int, default=12)
     args = parser.parse_args()
     if args.side:
         print(json.dumps(one_step(args.side, args.blocks)))
         return
     rows = []
-    for side in SIDES:
+    for side in args.sides:
         one = in_process(side, 1)
         for row in (one, in_process(side, args.blocks)):
             rows.append(row | {"to_one_block": round(row["cpu_s"] / one["cpu_s"], 2)})
