@@ -185,7 +185,7 @@ def _begun(unit: Sequence[Sequence[_Wanted]], compiler: AsyncCompile) -> Callabl
 def _text(unit: Sequence[Sequence[_Wanted]]) -> str:
     """Return a file's text: each body in its own namespace, then torch's binding with a function for each loop."""
     includes: dict[str, None] = {}
-    bodies, functions, rows = [], [], []
+    bodies, functions, rows = list[str](), list[str](), list[str]()
     head = ""
     for n, equal in enumerate(unit):
         lines = _shared(equal[0])[0].source.split("\n")
