@@ -58,9 +58,7 @@ def difference(
     steps = (mine - theirs).abs()
     is_far = steps > 1
     if fmt is not None or found.dtype in (torch.bfloat16, torch.float16):  # a sum may cancel to less than its error
-        wide, goal = (
-            x.to(torch.float32) if fmt is None else decode_bits(x.view(fmt.code_dtype), fmt) for x in (found, wanted)
-        )
+        wide, goal = (_numbers(x, fmt) for x in (found, wanted))
         limit = TOLERANCE * float(goal.nan_to_num(0.0, 0.0, 0.0).abs().max()) if goal.numel() else 0.0
         is_far &= ~((wide - goal).abs() <= limit) & ~(wide.isnan() & goal.isnan())
     far, near = int(is_far.sum()), int((steps > 0).sum())
