@@ -239,7 +239,8 @@ def test_a_step_multiplies_codes(monkeypatch, like_sm_100, recipe):
     x, seen = torch.randn(32, 128), []
     interpreted = computed.interpreted
     monkeypatch.setattr(computed, "interpreted", lambda *args: seen.append(args[0].recipe) or interpreted(*args))
-    loss, gradients, backend = trained(layers(), x, recipe=recipe, seed=1)  # another key than the cache has
+    options = {"policy": "random", "seed": 1}  # another key than the cache has
+    loss, gradients, backend = trained(layers(), x, recipe=recipe, **options)
     assert len(seen) == 8
     assert [e for e in backend.events if e.kind == "fallback"] == []
     decoded, others, _ = trained(layers(), x, recipe=recipe, lowering="eager")

@@ -144,23 +144,30 @@ def test_what_a_checkpoint_says_goes_before_the_budget() -> None:
 
 @pytest.mark.inductor
 @pytest.mark.parametrize(
-    ("function", "left", "right"),
+    ("function", "left", "right", "less"),
     [
-        (cheap, [(1, 1)], [(1, 1)]),
-        (chain, [(1, 1)], [(1, 1)] * 5),
-        (pairs, [(1, 1), (2, 2)], [(1, 4), (2, 2)]),
-        (attention, [(4, 1)], [(1, 1)]),
+        (cheap, [(1, 1)], [(1, 1)], 0),
+        (chain, [(1, 1)], [(1, 1)] * 5, 74_752),
+        (pairs, [(1, 1), (2, 2)], [(1, 4), (2, 2)], 0),
+        (attention, [(4, 1)], [(1, 1)], 0),
     ],
     ids=["cheap", "chain", "pairs", "attention"],
 )
-def test_all_of_the_peak_is_always_enough(function: Callable[..., Tensor], left: Shapes, right: Shapes) -> None:
-    """Compiled graphs held up to 48 % more than was predicted, which no plan within the prediction could make up for."""
+def test_all_of_the_peak_is_always_enough(
+    function: Callable[..., Tensor], left: Shapes, right: Shapes, less: int
+) -> None:
+    """Compiled graphs held up to 48 % more than was predicted, which no plan within the prediction could make up for.
+
+    Of two orders with equal peaks code takes the one that saves memory and a plan the given one. The chain's code holds
+    ``less``, since there the workspace of a product does not lie on the peak.
+    """
     backend = fxprec.Backend(fxprec.Config(recipe="bf16", peak_budget="100%", ways=("recompute",)))
     with loops_left_out():
         torch.compile(Products(function, left, right), backend=backend)().backward()
     peak = backend.plans[0].peak_bytes
     assert peak is not None
-    assert peak.compiled == peak.planned <= peak.budget == peak.high
+    assert peak.compiled is not None
+    assert peak.compiled + less == peak.planned <= peak.budget == peak.high
 
 
 @pytest.mark.inductor
