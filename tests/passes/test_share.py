@@ -159,7 +159,7 @@ def test_all_of_the_peak_is_always_enough(
     """Compiled graphs held up to 48 % more than was predicted, which no plan within the prediction could make up for.
 
     Of two orders with equal peaks code takes the one that saves memory and a plan the given one. The chain's code holds
-    ``less``, since there the workspace of a product does not lie on the peak.
+    ``less`` than its plan; under one rule both held the same.
     """
     backend = fxprec.Backend(fxprec.Config(recipe="bf16", peak_budget="100%", ways=("recompute",)))
     with loops_left_out():
