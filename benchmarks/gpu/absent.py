@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 import fxprec.driver.compilation
 import fxprec.driver.half_compilation
 from benchmarks.gpu.attention import choose_as_on_gpu
-from fxprec.compat import copied
+from fxprec.compat import constant_places_are_arguments, copied
 from fxprec.config import Settings
 from fxprec.config.processor import Processor
 from fxprec.kernels.host import Reload
@@ -172,7 +172,7 @@ def inductor_code(gm: GraphModule, half: str = "") -> str:
         graph = torch._inductor.graph.GraphLowering(
             gm, example_inputs=inputs, graph_id=0, is_inference=inference, is_backward=half == "backward"
         )
-        with V.set_graph_handler(graph), V.set_debug_handler(DebugContext()):
+        with V.set_graph_handler(graph), V.set_debug_handler(DebugContext()), constant_places_are_arguments():
             graph.run(*inputs)
             code, _ = graph.codegen()
     return code if isinstance(code, str) else code.value

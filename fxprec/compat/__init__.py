@@ -109,6 +109,7 @@ from fxprec.compat.raised import quiet_fakes as quiet_fakes
 from fxprec.compat.raised import users_line as users_line
 from fxprec.compat.sizes import guessed_sizes as guessed_sizes
 from fxprec.compat.sizes import traced_size as traced_size
+from fxprec.compat.stored import constant_places_are_arguments as constant_places_are_arguments
 from fxprec.compat.stored import loops_share_files as loops_share_files
 from fxprec.compat.stored import storable as storable
 from fxprec.compat.stored import stored_autograd as stored_autograd

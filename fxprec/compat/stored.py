@@ -22,6 +22,9 @@ from fxprec.compat.autograd import backward_at_once
 from fxprec.compat.patches import optional, replaced, tell_of_missing
 
 loops_share_files = optional("fxprec.compat.units", "loops_share_files", "C++ loops compile one to a file, slower")
+constant_places_are_arguments = optional(
+    "fxprec.compat.places", "constant_places_are_arguments", "equal layers compile Triton kernels of their own, slower"
+)
 Run = Callable[[list[Any]], Any]
 Load = Callable[[Any, Run], Run]
 _load: ContextVar[Load | None] = ContextVar("fxprec_load", default=None)

@@ -137,9 +137,9 @@ class Halves:
             else contextlib.nullcontext()
         )
         on_cpu = self.device_type == "cpu"
-        files = compat.loops_share_files() if on_cpu else contextlib.nullcontext()
+        equal = compat.loops_share_files() if on_cpu else compat.constant_places_are_arguments()
         loops = compat.calls_in_loops() if on_cpu else compat.only_tensors_are_loads(self.scales(name))
-        with compat.code_keyed_by(key), compat.tiles_for_bytes(), compat.bitcasts_in_loops(), files, loops, saving:
+        with compat.code_keyed_by(key), compat.tiles_for_bytes(), compat.bitcasts_in_loops(), equal, loops, saving:
             code: Run = compat.compile_fx_inner(gm, plain.examples, **options)
         if self.peak is not None:
             self.peak.saw(plain, code)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._inductor import scheduler
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codegen import cpp
+from torch._inductor.codegen.triton import TritonKernel
 
 from fxprec import compat
 from fxprec.compat.patches import optional, replaced
@@ -184,15 +185,21 @@ def test_an_order_without_a_private_name_is_kept_by_the_others(
 
 
 def _patched() -> list[tuple[Any, str, Callable[[], AbstractContextManager[None]]]]:
-    """Return owner, name and patch of each function of Inductor's that is replaced."""
+    """Return owner, name and patch of each function of Inductor's that is replaced in this torch."""
+    fusion: list[tuple[Any, str, Callable[[], AbstractContextManager[None]]]] = (
+        [(scheduler.FusedMixOrderReductions, "can_fuse_with", partial(compat.only_tensors_are_loads, scaled=True))]
+        if getattr(torch._inductor.config.triton, "mix_order_reduction_max_reads", 0)  # since torch 2.13
+        else []
+    )
     return [
+        *fusion,
         (cpp.CppVecKernel, "_get_vec_load_line", compat.calls_in_loops),
         (cpp.CppVecKernel, "get_to_dtype_expr", compat.calls_in_loops),
         (cpp.CppVecOverrides, "to_dtype_bitcast", compat.bitcasts_in_loops),
         (cpp.TilingSelect, "select_tiling", compat.tiles_for_bytes),
-        (scheduler.FusedMixOrderReductions, "can_fuse_with", partial(compat.only_tensors_are_loads, scaled=True)),
         (AsyncCompile, "cpp_pybinding", compat.loops_share_files),
         (AsyncCompile, "wait", compat.loops_share_files),
+        (TritonKernel, "load", compat.constant_places_are_arguments),
     ]
 
 

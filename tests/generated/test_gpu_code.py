@@ -136,3 +136,33 @@ def test_moments_take_the_gpus_own_logarithm(monkeypatch: pytest.MonkeyPatch) ->
     code = inductor_code(backward, "backward")
     assert "lg2.approx.f32" in code
     assert ".log(" not in code
+
+
+def deep(layers: int) -> nn.Module:
+    """(batch, 16) to the same; four GEMMs a layer."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(layers)))
+
+
+def test_equal_layers_share_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers read other rows of the table of scales: each launch says which.
+
+    A place that 16 divides is a kernel of its own, since Inductor tells Triton of divisors.
+    """
+
+    def kernels(layers: int) -> int:
+        halves = lowered_halves(monkeypatch, step(lambda: deep(layers), (32, 16), recipe="fp8"), "inductor", 90)
+        with pytest.MonkeyPatch.context() as patch:
+            pretend(patch, 90)
+            code = "".join(inductor_code(gm, name) for gm, name in zip(halves, ("forward", "backward"), strict=True))
+        assert not re.search(r"tl\.load\(in_ptr\d+ \+ \([1-9]", code), "no place is written into a kernel"
+        assert len(places(code)) > 2 * layers, "different rows"
+        return code.count("async_compile.triton(")
+
+    assert abs(kernels(4) - kernels(2)) <= 2
+
+
+def places(code: str) -> set[str]:
+    """Return the places that launches pass."""
+    parameters = {name: args.split(", ") for name, args in re.findall(r"def (triton_\w+)\((.*)\):", code)}
+    launches = [(parameters[name], args.split(", ")) for name, args in re.findall(r"(triton_\w+)\.run\((.*)\)", code)]
+    return {arg for names, args in launches for name, arg in zip(names, args, strict=False) if "seed_offset" in name}
