@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fxprec.driver.backend import Backend
 from fxprec.errors import FxprecWarning, PlanError
 from fxprec.integrations.backends import backends_in
+from fxprec.runtime.aps.groups import gather_texts
 
 VERSION = 1
 
@@ -74,10 +75,11 @@ class RankStates:
         return dist.get_rank(self._group), dist.get_world_size(self._group)
 
     def _gathered(self, own: str) -> list[str]:
-        texts = [own] * self._place[1]
-        if len(texts) > 1:
-            dist.all_gather_object(texts, own, group=self._group)
-        return texts
+        if self._place[1] == 1:
+            return [own]
+        group = self._group or dist.group.WORLD
+        assert group is not None, "several ranks have a group"
+        return gather_texts(own, group)
 
 
 def _unfolded(backend: Backend) -> dict[str, Any]:

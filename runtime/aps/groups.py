@@ -173,4 +173,4 @@ def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
 
 
 def _text(row: Tensor, length: int) -> str:
-    return bytes(row[:length].tolist()).decode()
+    return row[:length].cpu().numpy().tobytes().decode()
