@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 import fxprec
 from benchmarks.options.networks import NETWORKS
+from fxprec.driver import enough
 from fxprec.driver.attempts import CodePeak, PeakAttempts
 from fxprec.driver.memory import CompiledPeak
 from fxprec.passes.crossings import peak_budget
@@ -119,9 +122,9 @@ def test_a_budget_that_is_enough_for_the_plan_and_not_for_its_code_is_not_named(
 
     monkeypatch.setattr(CompiledPeak, "of_code", with_more)
     model = NETWORKS["mlp"]()
-    enough = named(model, X, recipe="fp32")
+    budget = named(model, X, recipe="fp32")
     assert any(held > planned for planned, held in peaks), "else this tests nothing"
-    step(model, X, enough, recipe="fp32")
+    step(model, X, budget, recipe="fp32")
 
 
 def test_a_share_leaves_nothing_for_libraries_so_the_budget_named_for_it_does_not_either(
@@ -132,3 +135,25 @@ def test_a_share_leaves_nothing_for_libraries_so_the_budget_named_for_it_does_no
     with pytest.raises(fxprec.BudgetError) as error:
         step(NETWORKS["mlp"](), X, "5%", recipe="fp32")
     assert error.value.enough < 1 << 20
+
+
+@pytest.mark.parametrize(("device", "trials"), [("cpu", 6), ("cuda", 2)])
+def test_a_graph_compiles_for_a_named_budget_so_often_at_most(
+    device: str, trials: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no code fits, the error still names what the last trial held."""
+
+    def out_of_reach(budget: int) -> fxprec.BudgetError:
+        return fxprec.BudgetError.of_peak(f"{budget} bytes", "nothing fits", budget + 4096, "", [])
+
+    tried: list[int] = []
+
+    def compile_graph(budget: Any) -> None:
+        tried.append(budget)
+        raise out_of_reach(budget)
+
+    monkeypatch.setattr(enough, "_within", lambda compiler, budget: budget)
+    compiler: Any = SimpleNamespace(lowering=SimpleNamespace(device=torch.device(device)))
+    named = enough.confirmed(out_of_reach(1 << 20), compiler, compile_graph)
+    assert len(tried) == trials
+    assert named.enough > tried[-1], "which was not enough"
