@@ -7,6 +7,7 @@
     python -m benchmarks.optim.states bf16        # the same with bf16 weights
     python -m benchmarks.optim.states clipping    # the same, float32 states, clipped by this step's norm and the last's
     python -m benchmarks.optim.states summed      # the same, gradients of 16 backward passes summed before each step
+    python -m benchmarks.optim.states muon        # the same, Muon for the layers' matrices, its average held in fewer bits
     python -m benchmarks.optim.states times       # whole optimizers: a step of 4.9 million weights
 
 Gradients of the first two are those of a small byte-level transformer that float64 AdamW trains. An error is the norm
@@ -21,7 +22,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -87,6 +88,42 @@ SUMMED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sums in float32": partial(_ours, held="float32"),
     NEAREST: partial(_ours, held="float32"),
     "fxprec, gradients='bf16'": partial(_ours, held="float32", gradients="bf16"),
+}
+
+
+class WithMuon:
+    """Muon steps the matrices of `CharTransformer`'s layers, AdamW the rest, as one optimizer."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, make_muon: Any, make_adamw: Any) -> None:
+        of_layers, others = [], []
+        for p in params:
+            (of_layers if p.dim() == 2 and len(p) not in (256, CONTEXT) else others).append(p)
+        self.parts = make_muon(of_layers, lr=lr), make_adamw(others, lr=lr)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        self.defaults: dict[str, Any] = {}
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+
+def _muon(held: Any, **options: Any) -> Callable[..., Any]:
+    make = partial(fxprec.optim.Muon, states=held, adjust_lr_fn="match_rms_adamw", **options)
+    return partial(WithMuon, make_muon=make, make_adamw=partial(_ours, held="float32"))
+
+
+MUON: dict[str, Callable[..., Any]] = {
+    "torch.optim AdamW": torch.optim.AdamW,
+    "torch.optim Muon": partial(
+        WithMuon,
+        make_muon=partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw"),
+        make_adamw=torch.optim.AdamW,
+    ),
+    **{f"fxprec Muon {held}": _muon(held, update="nearest") for held in ("float32", "bf16", "8bit", "4bit")},
 }
 BF16_WEIGHTS = {"fxprec 8bit, bf16 weights, stochastic": partial(fxprec.optim.AdamW, states="8bit")}
 
@@ -324,6 +361,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "training-4bit": partial(training, seeds=3, sides=FEWER),
     "clipping": partial(training, seeds=3, sides=CLIPPED),
     "summed": partial(training, seeds=3, sides=SUMMED, passes=16),
+    "muon": partial(training, seeds=3, sides=MUON),
     "times": times,
 }
 

@@ -17,6 +17,7 @@ from torch._inductor.ir import FallbackKernel, MultiOutput
 from torch._inductor.scheduler import FusedSchedulerNode
 from torch._inductor.virtualized import V
 from torch._ops import OpOverload
+from torch.fx import Node
 from torch.utils._ordered_set import OrderedSet
 
 from fxprec.compat.patches import replaced, tell_of_missing
@@ -24,17 +25,17 @@ from fxprec.compat.patches import replaced, tell_of_missing
 if TYPE_CHECKING:
     from torch._inductor.scheduler import SchedulerBuffer
 
-_Kernel = tuple[dict[str, int], dict[str, int], frozenset[int]]
+OrderedKernel = tuple[dict[str, int], dict[str, int], frozenset[int], Node | None]
 
 
 class Ordered(Protocol):
-    """A function that orders kernels, each given as ``(makes, reads, after)``.
+    """A function that orders kernels, each given as ``(makes, reads, after, call)``.
 
-    ``makes`` and ``reads`` map buffers to bytes; ``after`` has the positions of earlier kernels. Buffers in ``kept``
-    stay live.
+    ``makes`` and ``reads`` map buffers to bytes; ``after`` has the positions of earlier kernels; ``call`` is the node
+    that a library computes, or None for a loop. Buffers in ``kept`` stay live.
     """
 
-    def __call__(self, kernels: Sequence[_Kernel], kept: frozenset[str]) -> list[int] | None:
+    def __call__(self, kernels: Sequence[OrderedKernel], kept: frozenset[str]) -> list[int] | None:
         """Return the indices of kernels in their new order, or None if the given order should stay."""
 
 
@@ -70,12 +71,12 @@ class _KernelOrder(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraph
         scheduler.compute_ancestors()
         return ordered
 
-    def _held_back(self, found: Sequence[_Kernel], kernels: Sequence[Sequence[Any]]) -> list[_Kernel]:
+    def _held_back(self, found: Sequence[OrderedKernel], kernels: Sequence[Sequence[Any]]) -> list[OrderedKernel]:
         """Make each kernel depend on ``in_place`` calls just before it: a memory-saving order would put these last."""
         calls = [any(getattr(n.node, "op_overload", None) in self.in_place for n in pieces) for pieces in kernels]
-        ahead, held = set[int](), list[_Kernel]()
-        for i, (makes, reads, after) in enumerate(found):
-            held.append((makes, reads, after if calls[i] else after | ahead))
+        ahead, held = set[int](), list[OrderedKernel]()
+        for i, (makes, reads, after, call) in enumerate(found):
+            held.append((makes, reads, after if calls[i] else after | ahead, call))
             ahead = ahead | {i} if calls[i] else set()
         return held
 
@@ -99,14 +100,16 @@ def _with_pieces(nodes: Sequence[Any]) -> list[list[Any]]:
     return kernels
 
 
-def _as_kernel(nodes: Sequence[Any], at: Mapping[Any, int]) -> _Kernel:
+def _as_kernel(nodes: Sequence[Any], at: Mapping[Any, int]) -> OrderedKernel:
     makes, reads, after = dict[str, int](), dict[str, int](), set[int]()
     for node in nodes:
         makes |= {b.get_name(): _bytes(b) for b in node.get_outputs() if not _is_on_host(b) and _owner(b) is b}
         read = [_owner(b) for b in node.mpi_node.pred_buffers if not _is_on_host(b)]
         reads |= {b.get_name(): _bytes(b) for b in read}
         after |= {at[n] for n in node.mpi_node.pred_nodes}
-    return makes, {name: size for name, size in reads.items() if name not in makes}, frozenset(after - {at[nodes[0]]})
+    others = {name: size for name, size in reads.items() if name not in makes}
+    call = nodes[0].node.get_origin_node() if nodes[0].is_extern() else None
+    return makes, others, frozenset(after - {at[nodes[0]]}), call
 
 
 def _bytes(buffer: SchedulerBuffer) -> int:

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from fxprec import compat
 from fxprec.compat import copied
 from fxprec.compat.scaled_mm import multiplies_blocks
+from fxprec.config.processor import Processor
 from fxprec.driver.attempts import CodePeak
 from fxprec.driver.compiled import Compiled
 from fxprec.driver.interpreter import interpreted
@@ -24,13 +25,15 @@ from fxprec.driver.warm_start import codegen_sources
 from fxprec.driver.wrappers import Run, ranged
 from fxprec.kernels.host import IN_PLACE_ORDER
 from fxprec.passes.analysis.joint import results_of
-from fxprec.passes.analysis.kernel_order import Kernel, peak_bytes, saving_order
+from fxprec.passes.analysis.kernel_order import Kernel, better_order
+from fxprec.passes.analysis.replay.kernels import workspace_of
 from fxprec.passes.lowering.lower import lower
 from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.lowering.wide_gemms import widen_gemms
 from fxprec.passes.notice import Notice
 
 if TYPE_CHECKING:
+    from fxprec.compat.order import OrderedKernel
     from fxprec.driver.compiler import Compiler
 
 
@@ -130,9 +133,9 @@ class Halves:
         if self.lowering.is_interpreted:
             return interpreted_kernels(interpreted(gm))
         compat.hand_on_inputs(gm.graph)
-        key = codegen_sources()
+        key, processor = codegen_sources(), self.compiler.settings.processor
         saving = (
-            compat.saving_memory(in_saving_order, key, IN_PLACE_ORDER)
+            compat.saving_memory(partial(in_saving_order, processor), f"{key} {processor}", IN_PLACE_ORDER)
             if self.saves_memory
             else contextlib.nullcontext()
         )
@@ -146,14 +149,10 @@ class Halves:
         return code
 
 
-def in_saving_order(
-    kernels: Sequence[tuple[dict[str, int], dict[str, int], frozenset[int]]], kept: frozenset[str]
-) -> list[int] | None:
-    """Return an order of the kernels that saves memory, or None if the given order has a lower peak of live bytes.
-
-    Of two orders with equal peaks the saving one is taken, since a library's workspace is not counted here.
-    """
-    found = [Kernel(*kernel) for kernel in kernels]
-    order = saving_order(found)
-    is_better = peak_bytes(found, order, kept) <= peak_bytes(found, range(len(found)), kept)
-    return order if is_better else None
+def in_saving_order(processor: Processor, kernels: Sequence[OrderedKernel], kept: frozenset[str]) -> list[int] | None:
+    """Return the order of the kernels that a plan counts with, or None if that is the given order."""
+    found = [
+        Kernel(made, read, after, 0 if call is None else workspace_of(call, processor))
+        for made, read, after, call in kernels
+    ]
+    return better_order(found, kept)

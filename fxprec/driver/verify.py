@@ -193,7 +193,8 @@ class _Checker(Interpreter):
         """Compare the rows that generated kernels count; they are the first rows of ``found``."""
         owner = {row: kernel for kernel in lowered.generated.kernels for row in kernel.watched}
         rows = found[: wanted.numel()].view(-1, WIDTH)
-        of_inexact = torch.tensor([not owner[row].is_exact for row in lowered.generated.watched], device="cpu")
+        inexact = [not owner[row].is_exact for row in lowered.generated.watched]
+        of_inexact = torch.tensor(inexact, dtype=torch.bool, device="cpu")
         differ = statistics_differ(rows, wanted.view(-1, WIDTH), of_inexact).tolist()
         for row, is_wrong in zip(lowered.generated.watched, differ, strict=True):
             name = owner[row].name

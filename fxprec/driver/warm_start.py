@@ -94,13 +94,9 @@ def sources() -> str:
 @cache
 def codegen_sources() -> str:
     """Return a hash of the source files that affect which code Inductor generates for a lowered graph."""
-    return _hash_of(
-        [
-            *_files(Path(compat.__file__).parent),
-            Path(passes.__path__[0], "analysis", "kernel_order.py"),
-            Path(__file__).with_name("half_compilation.py"),
-        ]
-    )
+    analysis = Path(passes.__path__[0], "analysis")
+    order = (analysis / "kernel_order.py", analysis / "replay" / "kernels.py", analysis / "replay" / "workspace.py")
+    return _hash_of([*_files(Path(compat.__file__).parent), *order, Path(__file__).with_name("half_compilation.py")])
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -22,6 +22,20 @@ class Kernel(Generic[Buffer]):
     reads: Mapping[Buffer, int]
     """Buffers that the caller keeps are left out."""
     after: frozenset[int]
+    workspace: int = 0
+    """Bytes that the kernel allocates while it runs."""
+
+
+def better_order(kernels: Sequence[Kernel[Buffer]], kept: Collection[Buffer] = frozenset()) -> list[int] | None:
+    """Return `saving_order`; None if the given order is possible and has no higher peak.
+
+    Plans and code ask this, so both take the same order.
+    """
+    order = saving_order(kernels)
+    is_possible = all(max(kernel.after, default=-1) < i for i, kernel in enumerate(kernels))
+    if is_possible and peak_bytes(kernels, order, kept) >= peak_bytes(kernels, range(len(kernels)), kept):
+        return None
+    return order
 
 
 def saving_order(kernels: Sequence[Kernel[Buffer]]) -> list[int]:
@@ -72,7 +86,7 @@ def saving_order(kernels: Sequence[Kernel[Buffer]]) -> list[int]:
 
 
 def peak_bytes(kernels: Sequence[Kernel[Buffer]], order: Sequence[int], kept: Collection[Buffer] = frozenset()) -> int:
-    """Return the most bytes that are live at once; buffers in ``kept`` are never freed."""
+    """Return the most bytes that are live at once, workspaces included; buffers in ``kept`` are never freed."""
     last: dict[Buffer, int] = {}
     made: set[Buffer] = set()
     for step, i in enumerate(order):
@@ -83,7 +97,7 @@ def peak_bytes(kernels: Sequence[Kernel[Buffer]], order: Sequence[int], kept: Co
     for step, i in enumerate(order):
         kernel = kernels[i]
         live += sum(kernel.makes.values())
-        peak = max(peak, live)
+        peak = max(peak, live + kernel.workspace)
         for name, size in {**kernel.reads, **kernel.makes}.items():
             if last[name] == step and name not in kept:
                 live -= size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/ is not install
 import fxprec.driver.graph
 from benchmarks.gpu.absent import inductor_code, lowered_halves, pretend
 from fxprec import Backend, Config, Plan, compat
+from fxprec.config.processor import Processor
 from fxprec.driver.half_compilation import in_saving_order
 from fxprec.driver.memory import CompiledPeak, PlainHalf
 from fxprec.kernels.host import IN_PLACE_ORDER, Offload, Reload
@@ -64,7 +66,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, lowering: str, **options: Any) -> 
             plain = PlainHalf.of(gm, examples, is_backward=name == "backward")
             with (
                 torch._inductor.config.patch(force_disable_caches=True),
-                compat.saving_memory(in_saving_order, "test", IN_PLACE_ORDER),
+                compat.saving_memory(partial(in_saving_order, Processor.here()), "test", IN_PLACE_ORDER),
             ):
                 texts.append(inductor_code(gm, name))
             peak.saw(plain, SimpleNamespace(source_code=texts[-1], constants=None))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fxprec.passes.analysis.kernel_order import Kernel, peak_bytes, saving_order
+from fxprec.passes.analysis.kernel_order import Kernel, better_order, peak_bytes, saving_order
 
 
 def kernels(*rows: tuple[str, dict[str, int], str]) -> list[Kernel]:
@@ -77,3 +80,38 @@ def test_any_graph_keeps_its_dependencies(seed: int) -> None:
 def test_a_circle_is_refused() -> None:
     with pytest.raises(AssertionError, match="wait for each other"):
         saving_order([Kernel({}, {}, frozenset({1})), Kernel({}, {}, frozenset({0}))])
+
+
+def test_an_order_is_better_where_it_is_with_the_workspaces() -> None:
+    """Both orders hold the same at most. The given one runs the kernel with a workspace where most is live."""
+    given = [
+        Kernel({"a": 8}, {}, frozenset()),
+        Kernel({"b": 8}, {}, frozenset()),
+        Kernel({"d": 8}, {"a": 8}, frozenset({0}), workspace=4),
+        Kernel({"e": 8}, {"b": 8}, frozenset({1})),
+        Kernel({"f": 8}, {"d": 8, "e": 8}, frozenset({2, 3})),
+    ]
+    order = saving_order(given)
+    assert peak_bytes(given, range(5)) == 24 + 4
+    assert peak_bytes(given, order) == 24
+    assert peak_bytes([replace(kernel, workspace=0) for kernel in given], range(5)) == 24
+    assert better_order(given) == order
+    assert better_order([replace(kernel, workspace=0) for kernel in given]) is None
+
+
+@given(st.randoms(use_true_random=False))
+def test_a_better_order_has_a_lower_peak(draw: random.Random) -> None:
+    kernels = []
+    for i in range(draw.randint(1, 30)):
+        after = frozenset(draw.sample(range(i), min(i, draw.randint(0, 3))))
+        reads = {f"b{j}": 9 for j in after}
+        kernels.append(Kernel({f"b{i}": 9}, reads, after, workspace=draw.choice((0, 0, 20))))
+    order = better_order(kernels)
+    if order is None:
+        assert peak_bytes(kernels, saving_order(kernels)) >= peak_bytes(kernels, range(len(kernels)))
+    else:
+        assert peak_bytes(kernels, order) < peak_bytes(kernels, range(len(kernels)))
+
+
+def test_an_order_that_breaks_dependencies_is_left() -> None:
+    assert better_order([Kernel({"a": 1}, {"b": 1}, frozenset({1})), Kernel({"b": 1}, {}, frozenset())]) == [1, 0]

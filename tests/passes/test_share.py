@@ -144,30 +144,23 @@ def test_what_a_checkpoint_says_goes_before_the_budget() -> None:
 
 @pytest.mark.inductor
 @pytest.mark.parametrize(
-    ("function", "left", "right", "less"),
+    ("function", "left", "right"),
     [
-        (cheap, [(1, 1)], [(1, 1)], 0),
-        (chain, [(1, 1)], [(1, 1)] * 5, 74_752),
-        (pairs, [(1, 1), (2, 2)], [(1, 4), (2, 2)], 0),
-        (attention, [(4, 1)], [(1, 1)], 0),
+        (cheap, [(1, 1)], [(1, 1)]),
+        (chain, [(1, 1)], [(1, 1)] * 5),
+        (pairs, [(1, 1), (2, 2)], [(1, 4), (2, 2)]),
+        (attention, [(4, 1)], [(1, 1)]),
     ],
     ids=["cheap", "chain", "pairs", "attention"],
 )
-def test_all_of_the_peak_is_always_enough(
-    function: Callable[..., Tensor], left: Shapes, right: Shapes, less: int
-) -> None:
-    """Compiled graphs held up to 48 % more than was predicted, which no plan within the prediction could make up for.
-
-    Of two orders with equal peaks code takes the one that saves memory and a plan the given one. The chain's code holds
-    ``less`` than its plan; under one rule both held the same.
-    """
+def test_all_of_the_peak_is_always_enough(function: Callable[..., Tensor], left: Shapes, right: Shapes) -> None:
+    """Compiled graphs held up to 48 % more than was predicted, which no plan within the prediction could make up for."""
     backend = fxprec.Backend(fxprec.Config(recipe="bf16", peak_budget="100%", ways=("recompute",)))
     with loops_left_out():
         torch.compile(Products(function, left, right), backend=backend)().backward()
     peak = backend.plans[0].peak_bytes
     assert peak is not None
-    assert peak.compiled is not None
-    assert peak.compiled + less == peak.planned <= peak.budget == peak.high
+    assert peak.compiled == peak.planned <= peak.budget == peak.high
 
 
 @pytest.mark.inductor

@@ -88,7 +88,7 @@ def result_bytes(node: Node) -> int:
 
 def workspace_of(node: Node, processor: Processor) -> int:
     """Return the bytes that a node's kernel allocates while it runs on a processor, beside its result."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+    if not isinstance(node.target, torch._ops.OpOverload):
         return 0
     vals = (value(arg) for arg in node.args if isinstance(arg, Node))
     target = WIDE[node.target] if is_widened(node, processor) else node.target

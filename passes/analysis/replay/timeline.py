@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from fxprec.passes.analysis.kernel_order import Kernel, peak_bytes, saving_order
+from fxprec.passes.analysis.kernel_order import Kernel, better_order
 from fxprec.passes.analysis.replay.kernels import Kind
 from fxprec.passes.analysis.replay.loops import Item, Loops
 
@@ -57,13 +57,12 @@ class Timeline:
                 {m: size[m] for m in self._made_by[p]},
                 {r: size[r] for r in reads[p]},
                 frozenset(at[r] for r in (*reads[p], *self._overwrites(p)) if r in at),
+                self.items[p].workspace,
             )
             for p in half
         ]
-        order = saving_order(kernels)
-        waits = any(max(kernel.after, default=-1) > i for i, kernel in enumerate(kernels))
-        is_better = waits or peak_bytes(kernels, order, returned) < peak_bytes(kernels, range(len(kernels)), returned)
-        return [half[i] for i in (order if is_better else range(len(half)))]
+        order = better_order(kernels, returned)
+        return list(half) if order is None else [half[i] for i in order]
 
     def _overwrites(self, position: int) -> set[int]:
         """Return the kernels that read the tensor that an item overwrites, through views and their own loops."""
