@@ -9,6 +9,7 @@ import pytest
 import torch
 from backend_helpers import FINE_TOLERANCE, eager_backend, relative_error
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch.autograd.graph import save_on_cpu
 from torch.nn.utils import parametrizations
 
@@ -128,6 +129,14 @@ def test_a_feature_beside_a_compiled_model(use: Trained) -> None:
 
 def test_compiled_autograd() -> None:
     agree(block(), through_compiled_autograd)
+
+
+def test_compiled_autograd_of_one_graph_is_refused_in_words() -> None:
+    """fxprec's checks of a backward pass break its graph. Dynamo called them "a hook of fxprec" and said no remedy."""
+    loss = torch.compile(block(), backend=eager_backend("packed"))(batch()).square().mean()
+    whole = torch.compile(backend="aot_eager", fullgraph=True)
+    with torch._dynamo.compiled_autograd._enable(whole), pytest.raises(Unsupported, match="without fullgraph=True"):
+        loss.backward()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from benchmarks.yardsticks import cells, conditioning, exercise, mixed, module_db, op_db
-from benchmarks.yardsticks.__main__ import summary
+from benchmarks.yardsticks.kept import summary
 from fxprec.ir.operators import measured
 
 WRONG_ONCE = {

@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks import machine
 from benchmarks.yardsticks import dynamo_models, paritybench, table, torchbench, whole
-from benchmarks.yardsticks.__main__ import main, summary
+from benchmarks.yardsticks.__main__ import main
 from benchmarks.yardsticks.cells import FAILED, LEFT_OUT, PASSED, REFUSED, Cell, Row, against
+from benchmarks.yardsticks.kept import Kept, read, summary
 from benchmarks.yardsticks.products import ProductsInBf16
 from fxprec.passes.analysis import sensitive
 from fxprec.passes.compare_in_forward import CompareInForward
@@ -210,6 +212,24 @@ def test_the_lists_are_read_by_path_and_equal_blocks_are_cut(tmp_path: Path) -> 
     blocks = nn.Sequential(nn.Linear(2, 4), *(nn.Linear(4, 4) for _ in range(5)), nn.Linear(4, 2))
     assert [tuple(layer.weight.shape) for layer in dynamo_models._cut(blocks)] == [(4, 2), (4, 4), (4, 4), (2, 4)]
     assert blocks(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_a_run_that_is_ended_keeps_its_rows_and_another_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file was written after the last row: what was ended before had none."""
+    monkeypatch.setattr(machine, "RESULTS", tmp_path)
+    first = Kept.of("part", [])
+    first.add(Row("one", 1, {"fp8": Cell(PASSED, 0.1, 0.2, first=[0.1, 0.3])}))
+    first.add(Row("slow", late="longer than 60 s"))
+    first.add(Row("none", left_out="no"))
+    (path,) = tmp_path.iterdir()
+    second = Kept.of("whole", [path])
+    assert [second.has(name) for name in ("one", "slow", "none", "other")] == [True, False, True, False]
+    second.add(Row("slow", 1, {"fp8": Cell(FAILED)}))
+    assert second.path is not None
+    assert read(second.path) == [first.rows[0], first.rows[2], second.rows[-1]]
+    assert Kept.of("whole", [path, second.path]).rows[-1].cells["fp8"].verdict == FAILED
 
 
 def test_the_table_has_a_row_a_suite() -> None:

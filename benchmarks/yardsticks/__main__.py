@@ -7,6 +7,7 @@
     python -m benchmarks.yardsticks op_db --sample 40   # drawn by a fixed seed
     python -m benchmarks.yardsticks op_db --sample 25 --recipes inductor fp32 compiled --keep op_db-inductor   # 15 s each
     python -m benchmarks.yardsticks op_db --recipes mixed --keep op_db-mixed   # under autocast
+    python -m benchmarks.yardsticks op_db --resume FILE FILE --keep NAME       # measures what these results lack
     python -m benchmarks.yardsticks module_db           # every module of torch's module_db, by the same rules
     python -m benchmarks.yardsticks sensitivity         # writes fxprec/ir/operators/measured.json: 10 minutes
 
@@ -20,7 +21,7 @@ Whole models, and tests, of a checkout that is read where it lies:
 
 Columns: plain torch in float32 (eager), `torch.autocast` in bfloat16, torch's own backends where they were run, fxprec's
 recipes by the reference lowering, and fp8 through Inductor (compiled); each operator, model or test passed, failed, or is refused in words. What is left out has no gradient in plain torch,
-or is wrong in torch's own backends. What a limit of ``--seconds`` ends is late. The criteria: `benchmarks/yardsticks/op_db.py`, `whole.py`, `pytorch_tests.py`. Exit code
+or is wrong in torch's own backends. A result is written after each row. What a limit of ``--seconds`` ends is late. The criteria: `benchmarks/yardsticks/op_db.py`, `whole.py`, `pytorch_tests.py`. Exit code
 1 where something failed.
 """
 
@@ -29,18 +30,15 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import machine
 from benchmarks.yardsticks import (
     conditioning,
     dynamo_models,
@@ -53,34 +51,12 @@ from benchmarks.yardsticks import (
     torchbench,
     whole,
 )
-from benchmarks.yardsticks.cells import (
-    BY_THE_REFERENCE,
-    COLUMNS,
-    FAILED,
-    LATE,
-    LEFT_OUT,
-    MIXED,
-    OURS,
-    TORCHS,
-    VERDICTS,
-    Row,
-)
+from benchmarks.yardsticks.cells import BY_THE_REFERENCE, COLUMNS, FAILED, MIXED, OURS, TORCHS, Row
+from benchmarks.yardsticks.kept import Kept, summary
 
 SUITES: dict[str, Callable[[], list[Any]]] = {"op_db": exercise.operators, "module_db": module_db.modules}
 LISTS = ("huggingface", "timm", "torchbench")
 READ_BY_PATH = ("paritybench", *LISTS, "tests")
-
-
-def summary(rows: list[Row]) -> dict[str, dict[str, int]]:
-    """Return how many operators have each verdict, by column. A column without a cell is late where the row is."""
-    found = {}
-    for column in COLUMNS:
-        verdicts = Counter(row.cells[column].verdict for row in rows if column in row.cells)
-        verdicts[LEFT_OUT] += sum(bool(row.left_out) for row in rows)
-        verdicts[LATE] += sum(bool(row.late) and column not in row.cells for row in rows)
-        if any(column in row.cells for row in rows):
-            found[column] = {verdict: verdicts[verdict] for verdict in VERDICTS}
-    return found
 
 
 def main() -> None:
@@ -91,6 +67,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="inputs of each, of other shapes")
     parser.add_argument("--recipes", nargs="+", choices=[*TORCHS, *OURS], help="near, bf16, fp8; of tests, near")
     parser.add_argument("--keep", metavar="NAME", help="keep the result of a part of a suite under this name")
+    parser.add_argument("--resume", nargs="+", type=Path, default=[], metavar="FILE", help="keep these results' rows")
     parser.add_argument("--seconds", type=int, default=60, help="the time of one of the suite")
     parser.add_argument("--checkout", type=Path, metavar="DIR", help="where the suite's files lie")
     parser.add_argument("--torchbench", type=Path, metavar="DIR", help="a checkout of pytorch/benchmark")
@@ -117,18 +94,25 @@ def main() -> None:
 
 
 def _judge(operators: list[Any], args: argparse.Namespace, is_whole: bool) -> None:
-    rows = []
+    kept = Kept.of(args.keep or (args.suite if is_whole else None), args.resume)
+    left = [op for op in operators if not kept.has(exercise.name_of(op))]
     print(f"{'operator':44} {' '.join(f'{name:>8}' for name in COLUMNS)}")
-    with _progress(args.suite, len(operators)) as tick:
-        for row in op_db.rows(operators, args.samples, args.recipes, args.seconds):
-            rows.append(row)
+    with _progress(args.suite, len(left)) as tick:
+        for row in op_db.rows(left, args.samples, args.recipes, args.seconds):
+            kept.add(row)
             print(op_db.text_of(row), flush=True)
             tick(row.operator)
-    found = summary(rows)
+    _end(kept)
+
+
+def _end(kept: Kept) -> NoReturn:
+    """Write the rows, print their summary; exit with 1 where something failed."""
+    kept.write()
+    found = summary(kept.rows)
     for column, verdicts in found.items():
         print(f"{column:9}", "  ".join(f"{verdict} {count}" for verdict, count in verdicts.items()))
-    if is_whole or args.keep:
-        _save(args.keep or args.suite, found, rows)
+    if kept.path is not None:
+        print(kept.path)
     raise SystemExit(any(verdicts[FAILED] for name, verdicts in found.items() if name in OURS))
 
 
@@ -141,26 +125,28 @@ def _judge_by_path(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error(f"{', '.join(beyond)}: the tests' tolerance has {', '.join(pytorch_tests.COLUMNS)}")
     if args.suite == "torchbench" and args.torchbench is None:
         parser.error("torchbench's own models are read by path: give --torchbench")
+    own = f"tests-{args.file.stem}" if args.suite == "tests" else args.suite
+    kept = Kept.of(args.keep or (None if args.only else own), args.resume)
     try:
-        rows = list(_rows_by_path(args))
+        for row in _rows_by_path(args, kept):
+            kept.add(row)
+            print(op_db.text_of(row), flush=True)
     except FileNotFoundError as error:
         parser.error(str(error))
-    found = summary(rows)
-    for column, verdicts in found.items():
-        print(f"{column:9}", "  ".join(f"{verdict} {count}" for verdict, count in verdicts.items()))
-    if args.keep or not args.only:
-        _save(args.keep or (f"tests-{args.file.stem}" if args.suite == "tests" else args.suite), found, rows)
-    raise SystemExit(any(verdicts[FAILED] for name, verdicts in found.items() if name in OURS))
+    _end(kept)
 
 
-def _rows_by_path(args: argparse.Namespace) -> Iterator[Row]:
+def _rows_by_path(args: argparse.Namespace, kept: Kept) -> Iterator[Row]:
+    """Yield a row of each model or test that ``kept`` lacks."""
     if args.suite == "tests":
-        path = args.checkout / args.file
-        yield from map(_told, pytorch_tests.rows(path, args.only, args.sample, args.recipes, args.seconds))
+        tests = pytorch_tests.chosen(args.checkout / args.file, args.only, args.sample)
+        left = [test for test in tests if not kept.has(test.id())]
+        yield from pytorch_tests.rows(left, args.recipes, args.seconds)
         return
-    models = _models(args)
-    chosen = [model for model in models if not args.only or model.name in args.only]
-    yield from map(_told, whole.Suite(chosen, args.sample or len(chosen), tuple(args.recipes), args.seconds).rows())
+    models = [model for model in _models(args) if not args.only or model.name in args.only]
+    left = [model for model in models if not kept.has(model.name)]
+    counted = sum(bool(row.samples) for row in kept.rows)
+    yield from whole.Suite(left, (args.sample or len(models)) - counted, tuple(args.recipes), args.seconds).rows()
 
 
 def _models(args: argparse.Namespace) -> list[whole.Model]:
@@ -169,15 +155,6 @@ def _models(args: argparse.Namespace) -> list[whole.Model]:
     if args.suite == "torchbench":
         return torchbench.models(args.checkout, args.torchbench)
     return dynamo_models.models(args.checkout, args.suite)
-
-
-def _save(name: str, found: dict[str, dict[str, int]], rows: list[Row]) -> None:
-    print(machine.save(f"yardsticks-{name}", {"summary": found, "operators": [asdict(row) for row in rows]}))
-
-
-def _told(row: Row) -> Row:
-    print(op_db.text_of(row), flush=True)
-    return row
 
 
 def _measure(operators: list[Any], seconds: int, is_whole: bool) -> None:

@@ -4,7 +4,8 @@ Any file: under ``PYTORCH_TEST_WITH_AOT_EAGER`` PyTorch compiles each test metho
 replaced. ``test/dynamo/test_activation_checkpointing.py``: its shapes of checkpointing, which ``_validate`` compiles with a
 backend that counts operators; ``_validate`` is given this backend, and what is written for ``"cuda"`` runs on the CPU.
 
-The recipe is near (formats of 18 and 22 mantissa bits) or fp32, the tolerance `TOLERANCE`. A test that fails is run again with
+The recipe is near or fp32, the tolerance `TOLERANCE`. Near has copies of 22 mantissa bits and exact products here: one test takes
+the cosine of products in the thousands, which 18 bits put beyond any tolerance. A test that fails is run again with
 torch's own ``aot_eager_decomp_partition``, or Inductor for fp32; what fails there too is left out.
 """
 
@@ -26,9 +27,11 @@ import torch
 from torch._inductor import config as inductor
 
 import fxprec
+from benchmarks.architectures.mixed import EXACT_HIGH
 from benchmarks.yardsticks import whole
 from benchmarks.yardsticks.cells import BY_INDUCTOR, FAILED, LEFT_OUT, PASSED, REFUSED, TORCHS, Cell, Row, backend_of
 from benchmarks.yardsticks.exercise import SEED
+from fxprec import compat
 
 TOLERANCE = 1e-3
 COLUMNS = ("near", "fp32", *TORCHS)  # 16 and 8 bits are beyond the tolerance
@@ -77,11 +80,17 @@ def drawn(tests: list[unittest.TestCase], count: int | None) -> list[unittest.Te
     return [tests[i] for i in sorted(order[: len(tests) if count is None else count])]
 
 
+def _backend_of(column: str) -> Any:
+    if column != "near":
+        return backend_of(column)
+    return fxprec.Backend(fxprec.Config(recipe=EXACT_HIGH, low_ratio=1.0, storage="packed", lowering="eager"))
+
+
 def row(test: unittest.TestCase, columns: Sequence[str]) -> Row:
     """Run one test by each column, and again with torch's own backend if it fails."""
     found = Row(test.id())
     for column in columns:
-        cell = _outcome(test, backend_of(column))
+        cell = _outcome(test, _backend_of(column))
         if cell.verdict == LEFT_OUT:
             found.left_out = cell.detail
             return found
@@ -127,16 +136,24 @@ def _outcome(test: unittest.TestCase, backend: Any) -> Cell:
     return Cell(REFUSED if is_ours else FAILED, detail=raised[-1][:300])
 
 
-_OURS = tuple(
-    f"{one.__module__}.{name}:"
-    for name, one in vars(fxprec.errors).items()
-    if isinstance(one, type) and issubclass(one, fxprec.errors.FxprecError)
+_OURS = (
+    compat.CHECKED,  # which Dynamo says, and raises an error of its own
+    *(
+        f"{one.__module__}.{name}:"
+        for name, one in vars(fxprec.errors).items()
+        if isinstance(one, type) and issubclass(one, fxprec.errors.FxprecError)
+    ),
 )
 
 
-def rows(path: Path, only: list[str], count: int | None, columns: Sequence[str], seconds: int) -> Iterator[Row]:
-    """Yield a row a test, each run in a process of its own. Raises `FileNotFoundError`."""
+def chosen(path: Path, only: list[str], count: int | None) -> list[unittest.TestCase]:
+    """Return the tests of these names, or ``count`` of all. Raises `FileNotFoundError`."""
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    for test in drawn([test for test in load(path) if not only or test.id() in only], count):
+    return drawn([test for test in load(path) if not only or test.id() in only], count)
+
+
+def rows(tests: list[unittest.TestCase], columns: Sequence[str], seconds: int) -> Iterator[Row]:
+    """Yield a row a test, each run in a process of its own."""
+    for test in tests:
         yield whole.apart(test.id(), partial(row, test, columns), seconds)

@@ -18,6 +18,7 @@ from fxprec.compat.ambient import size_guards as size_guards
 from fxprec.compat.ambient import symbol_of as symbol_of
 from fxprec.compat.ambient import tracing_with as tracing_with
 from fxprec.compat.ambient import unset_fake_temporarily as unset_fake_temporarily
+from fxprec.compat.autograd import CHECKED as CHECKED
 from fxprec.compat.autograd import backward_at_once as backward_at_once
 from fxprec.compat.autograd import backward_id as backward_id
 from fxprec.compat.autograd import below_autograd as below_autograd

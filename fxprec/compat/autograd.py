@@ -64,9 +64,13 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+CHECKED = "fxprec checks the backward pass here; compile it without fullgraph=True"
+"""What Dynamo says where it must trace such a hook."""
+
+
 def on_gradient(of: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Call ``hook`` with the gradient of a tensor. Dynamo does not trace the hook if it compiles the backward call."""
-    of.register_hook(torch.compiler.disable(hook, reason="a hook of fxprec"))
+    of.register_hook(torch.compiler.disable(hook, reason=CHECKED))
 
 
 def backward_id() -> int:
