@@ -5,7 +5,7 @@
     python -m benchmarks.yardsticks op_db               # every operator of torch's op_db
     python -m benchmarks.yardsticks op_db --only tanh linalg.inv
     python -m benchmarks.yardsticks op_db --sample 40   # drawn by a fixed seed
-    python -m benchmarks.yardsticks op_db --sample 25 --recipes inductor fp32 compiled --keep op_db-inductor   # 15 s each
+    python -m benchmarks.yardsticks op_db --recipes fp32 compiled --keep op_db-inductor   # beside Inductor: 5 s each
     python -m benchmarks.yardsticks op_db --recipes mixed --keep op_db-mixed   # under autocast
     python -m benchmarks.yardsticks op_db --resume FILE FILE --keep NAME       # measures what these results lack
     python -m benchmarks.yardsticks module_db           # every module of torch's module_db, by the same rules
