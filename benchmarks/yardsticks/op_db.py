@@ -20,7 +20,8 @@ bits (``passes/analysis/sensitive.py``). **compiled** is fp8 through Inductor. *
 (`benchmarks/yardsticks/mixed.py`).
 
 Operators that draw random numbers are compared with plain torch's float32 where float64 draws others. What plain torch
-cannot differentiate to finite numbers is left out, as is what a backend of torch alone gets wrong too; both are named.
+cannot differentiate to finite numbers is left out, as is what a backend of torch alone gets wrong too; both are named. A cell's note says where Dynamo breaks the
+graph, so that the operator runs uncompiled.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 
 import fxprec
 from benchmarks.graphs.check import in_a_line
@@ -142,15 +145,24 @@ def judged(column: str, reference: Reference) -> Cell:
 
 def _compared(backend: Any, reference: Reference, column: str) -> Cell:
     torch._dynamo.reset()
+    counters.clear()
     model = reference.model
     try:
-        call = torch.compile(model, backend=backend)
-        found = [exercise.step(model, call) for _ in range(STEPS)]
+        with inductor.patch(fallback_random=True):  # eager's random numbers
+            call = torch.compile(model, backend=backend)
+            found = [exercise.step(model, call) for _ in range(STEPS)]
     except Exception as error:
         inner = getattr(error, "inner_exception", error)
         return Cell(REFUSED if isinstance(inner, fxprec.errors.FxprecError) else FAILED, detail=in_a_line(error))
     steps = [exercise.errors(numbers, reference.exact, model.values) for numbers in found]
-    return against(steps, reference.bounds(column))
+    cell = against(steps, reference.bounds(column))
+    return replace(cell, note="; ".join(filter(None, (cell.note, _cut()))))
+
+
+def _cut() -> str:
+    """Return where Dynamo has broken the graph: what runs between its pieces is not compiled."""
+    reasons = [reason.splitlines()[0] for reason in counters["graph_break"]]
+    return f"Dynamo breaks the graph: {reasons[0]}" if reasons else ""
 
 
 def measured(op: Any, samples: int, columns: Sequence[str], seconds: int) -> Row:

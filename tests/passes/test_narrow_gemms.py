@@ -270,3 +270,35 @@ def test_a_method_that_autocast_runs_in_float32_is_no_worse_than_there(graphs, m
     assert (found - wanted).norm() <= 1.1 * (rival - wanted).norm()
     in_float32 = [dtypes for gm in graphs for dtypes in operand_dtypes(gm) if dtypes == {torch.float32}]
     assert len(in_float32) == products, "and the linear layers in bfloat16"
+
+
+class _Attention(nn.Module):
+    """Attention of three dimensions, which no kernel takes, or the same formula written out."""
+
+    def __init__(self, written_out: bool, mask: torch.Tensor) -> None:
+        super().__init__()
+        self.written_out, self.mask = written_out, mask
+        self.first = nn.Linear(16, 3 * 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.first(x).chunk(3, -1)
+        if self.written_out:
+            return (q @ k.mT * 0.25 + self.mask).softmax(-1) @ v
+        return nn.functional.scaled_dot_product_attention(q, k, v, self.mask)
+
+
+@pytest.mark.parametrize("written_out", [False, True], ids=["scaled_dot_product_attention", "written out"])
+def test_scores_of_attention_without_a_kernel_are_float32_as_under_autocast(graphs, written_out: bool) -> None:
+    """Rounded to 16 bits, scores of tens changed outputs by seven times what autocast's rounding of q and k does."""
+    torch.manual_seed(0)
+    mask = torch.zeros(32, 32).masked_fill(torch.rand(32, 32) < 0.3, float("-inf")).fill_diagonal_(0.0)
+    model, x = _Attention(written_out, mask), 16 * torch.randn(4, 32, 16)
+    wanted = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        rival = model(x)
+    compiled = torch.compile(model, backend=eager_backend("native", recipe="bf16", low_ratio=None))
+    found = compiled(x)
+    found.sum().backward()
+    in_float32 = [dtypes for gm in graphs for dtypes in operand_dtypes(gm) if dtypes == {torch.float32}]
+    assert len(in_float32) == (0 if written_out else 1)
+    assert (found - wanted).norm() <= 1.1 * (rival - wanted).norm()
