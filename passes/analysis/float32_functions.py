@@ -1,8 +1,8 @@
 """Find matrix products that are steps of a numerical method, which `torch.autocast` runs in float32.
 
 ``torch.cdist`` subtracts squares: of near points nothing is left in 16 bits. The backward of an inverse or of a
-decomposition multiplies errors by the condition of a matrix. Attention without a kernel takes exponentials of the product
-of queries and keys.
+decomposition multiplies errors by the condition of a matrix. Attention without a kernel takes exponentials of what it
+multiplies queries and keys to.
 """
 
 from __future__ import annotations
