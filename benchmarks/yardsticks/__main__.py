@@ -145,8 +145,8 @@ def _rows_by_path(args: argparse.Namespace, kept: Kept) -> Iterator[Row]:
         return
     models = [model for model in _models(args) if not args.only or model.name in args.only]
     left = [model for model in models if not kept.has(model.name)]
-    counted = sum(bool(row.samples) for row in kept.rows)
-    yield from whole.Suite(left, (args.sample or len(models)) - counted, tuple(args.recipes), args.seconds).rows()
+    wanted = len(left) if args.sample is None else args.sample - sum(bool(row.samples) for row in kept.rows)
+    yield from whole.Suite(left, wanted, tuple(args.recipes), args.seconds).rows()
 
 
 def _models(args: argparse.Namespace) -> list[whole.Model]:
