@@ -77,20 +77,32 @@ def main() -> None:
         print(table.text())
         return
     args.recipes = args.recipes or (["near"] if args.suite == "tests" else BY_THE_REFERENCE)
-    logging.disable(logging.CRITICAL)  # Dynamo tells of every graph break
+    with _alone():
+        if args.suite in READ_BY_PATH:
+            _judge_by_path(parser, args)
+            return
+        try:
+            operators = op_db.chosen(SUITES.get(args.suite, exercise.operators)(), args.only, args.sample)
+        except LookupError as error:
+            parser.error(str(error))
+        is_whole = not args.only and args.sample is None
+        if args.suite == "sensitivity":
+            _measure(operators, args.seconds, is_whole)
+        else:
+            _judge(operators, args, is_whole)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Run on one thread, without what Dynamo logs of each graph break."""
+    threads, disabled = torch.get_num_threads(), logging.root.manager.disable
     torch.set_num_threads(1)
-    if args.suite in READ_BY_PATH:
-        _judge_by_path(parser, args)
-        return
+    logging.disable(logging.CRITICAL)
     try:
-        operators = op_db.chosen(SUITES.get(args.suite, exercise.operators)(), args.only, args.sample)
-    except LookupError as error:
-        parser.error(str(error))
-    is_whole = not args.only and args.sample is None
-    if args.suite == "sensitivity":
-        _measure(operators, args.seconds, is_whole)
-    else:
-        _judge(operators, args, is_whole)
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        logging.disable(disabled)
 
 
 def _judge(operators: list[Any], args: argparse.Namespace, is_whole: bool) -> None:
