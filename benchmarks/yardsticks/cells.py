@@ -21,8 +21,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     "compiled": {"recipe": "fp8", "low_ratio": 1.0, "lowering": "inductor"},
 }
 BY_INDUCTOR = ("fp32", "compiled")
-EXACT = ("fp32", "near")
-"""Columns judged by float32's noise."""
 BY_THE_REFERENCE = ("near", "bf16", "fp8")
 TORCHS = {"aot": "aot_eager_decomp_partition", "inductor": "inductor"}
 MIXED = "mixed"

@@ -13,8 +13,7 @@ An error is relative, in the Euclidean norm: the largest over outputs, and the l
 small beside the others is measured by `SMALL` of all of them together. The criteria are those of `op_db`: float32's noise for
 fp32, and times the formats' precision for near; for bf16 three times autocast's error, or where autocast refuses the model
 that of products in bfloat16 alone; for fp8 that of outputs, and of gradients three times e4m3fn's error of one number more.
-What fails and fails in torch's own backend too is left out by name. fp32 and near also pass where plain torch is as far off once
-its weights move by some units in their last place (`beside_movements`).
+What fails and fails in torch's own backend too is left out by name.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import resource
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -42,7 +41,6 @@ from benchmarks.graphs.check import in_a_line
 from benchmarks.yardsticks.cells import (
     BY_INDUCTOR,
     BY_THE_REFERENCE,
-    EXACT,
     FAILED,
     LEFT_OUT,
     OWN,
@@ -60,8 +58,6 @@ from benchmarks.yardsticks.exercise import SEED
 from benchmarks.yardsticks.products import ProductsInBf16
 
 SMALL = 0.1  # of all gradients together
-UNITS, MOVEMENTS = 4, 4  # about what another order of summation moves a layer's results by
-AS_FAR = 1.1
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 """A module, and its positional and named inputs."""
 
@@ -91,30 +87,16 @@ def seed_all() -> None:
     torch.manual_seed(SEED)
 
 
-def run(
-    model: Model, steps: int, dtype: torch.dtype = torch.float32, backend: Any = None, moved: int | None = None
-) -> list[Numbers]:
-    """Make the model; return the numbers of each step. Raises `NoGradientError`, and what the model raises.
-
-    ``moved`` is the seed of a movement of each weight by up to `UNITS` units in its last place.
-    """
+def run(model: Model, steps: int, dtype: torch.dtype = torch.float32, backend: Any = None) -> list[Numbers]:
+    """Make the model; return the numbers of each step. Raises `NoGradientError`, and what the model raises."""
     seed_all()
     module, args, kwargs = model.make()
-    if moved is not None:
-        _move(module, moved)
     module = module.train().to(dtype)
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = 0.0
     call = module if backend is None else torch.compile(module, backend=backend, dynamic=False)
     return [_step(model.name, module, call, (args, kwargs), dtype) for _ in range(steps)]
-
-
-@torch.no_grad()
-def _move(module: nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for p in module.parameters():
-        p.mul_(1 + UNITS * 2.0**-23 * torch.randint(-1, 2, p.shape, generator=generator))
 
 
 def _step(name: str, module: nn.Module, call: Any, given: tuple[Any, Any], dtype: torch.dtype) -> Numbers:
@@ -217,11 +199,6 @@ class Reference:
         """Return how far off outputs, and gradients, may be."""
         return bounds(column, self.float32, self.bf16)
 
-    def moved(self) -> tuple[float, float]:
-        """Return how far off plain torch is at most when its weights move by some units in their last place."""
-        found = [errors(run(self.model, 1, moved=seed)[0], self.exact[0]) for seed in range(MOVEMENTS)]
-        return max(outputs for outputs, _ in found), max(gradients for _, gradients in found)
-
 
 def _autocast(model: Model, exact: list[Numbers]) -> Cell:
     try:
@@ -267,26 +244,11 @@ def _judged(column: str, reference: Reference, row: Row) -> Cell:
     own = "inductor" if column in BY_INDUCTOR else "aot"
     if cell.verdict == FAILED and own not in row.cells:
         row.add(own, _compared(TORCHS[own], reference, own)[0])
-    if cell.verdict == FAILED and column in EXACT:
-        cell = beside_movements(cell, reference)
     if cell.verdict == FAILED and row.cells[own].verdict != PASSED:
         return Cell(LEFT_OUT, detail=f"torch's own {own}: {row.cells[own].detail}")
     if not graphs and cell.verdict == PASSED:
         return Cell(LEFT_OUT, detail="Dynamo compiles nothing of it")
     return cell
-
-
-def beside_movements(cell: Cell, reference: Reference) -> Cell:
-    """Pass a cell that is no further off than plain torch with weights moved by some units in their last place.
-
-    A rectifier's operand that is 0 but for rounding switches a path of the gradient on or off. One such element of a small
-    batch is 0.5 % of a convolution's gradient, and each order of summation has its own.
-    """
-    outputs, gradients = reference.moved()
-    if not (cell.outputs <= AS_FAR * outputs and cell.gradients <= AS_FAR * gradients):
-        return cell
-    note = f"{cell.detail}; plain torch with weights moved by {UNITS} units in their last place: {gradients:.3g}"
-    return replace(cell, verdict=PASSED, detail="", note=note)
 
 
 def _compared(backend: Any, reference: Reference, column: str) -> tuple[Cell, int]:
