@@ -32,7 +32,7 @@ with warnings.catch_warnings():
 from documents import mark_blocks
 from documents import pytest_collect_file as pytest_collect_file
 from documents import reader as reader
-from interpreted import InterpretedTests, files_of, run_interpreted, select
+from interpreted import INTERPRETING, RESULT, is_interpreted, run_there, select
 from processors import AT_HAND, PINNED, plan_on
 from slow import mark, part_and_parts, select_part
 
@@ -122,16 +122,25 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
     return once
 
 
-@pytest.fixture(scope="session")
-def interpreted_tests(request: pytest.FixtureRequest, once: Once) -> InterpretedTests:
-    """The tests of the session's files that are marked ``interpreted``, run."""
-    pytest.importorskip("triton")
-    return InterpretedTests(**once("interpreted", lambda: run_interpreted(files_of(request.session.items))))
+@pytest.fixture(autouse=True)
+def _in_the_interpreter(request: pytest.FixtureRequest, once: Once) -> None:
+    if is_interpreted(request.node) and not INTERPRETING:
+        run_there(request.node, once)
 
 
-@pytest.fixture(scope="session")
-def interpreted_in_full(request: pytest.FixtureRequest, once: Once) -> InterpretedTests:
-    """Those of them that are marked ``full`` too, run."""
-    pytest.importorskip("triton")
-    run = once("interpreted-full", lambda: run_interpreted(files_of(request.session.items), "full"))
-    return InterpretedTests(**run)
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if RESULT not in pyfuncitem.stash:
+        return None
+    pyfuncitem.stash[RESULT].replay()
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if call.when != "call" and RESULT in item.stash:
+        report.duration = 0.0  # of the process, which the first test of a folder waits for
+    elif RESULT in item.stash:
+        report.duration = item.stash[RESULT].seconds
+    return report

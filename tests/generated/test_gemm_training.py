@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import InterpretedTests, interpreted
+from interpreted import interpreted
 from op_by_op import run_op_by_op
 from processors import plan_on
 from torch import Tensor, nn
@@ -122,12 +122,3 @@ def test_steps_for_a_gpu_have_the_references_bits(
         assert len(joins) == (1 if estimate == "histogram" else 2), (
             "what the gated layer's product is saved as; its gradient"
         )
-
-
-def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:
-    assert interpreted_tests.passed(__file__) == 4
-
-
-@pytest.mark.full
-def test_the_rest_in_the_interpreter(interpreted_in_full: InterpretedTests) -> None:
-    assert interpreted_in_full.passed(__file__) == 2

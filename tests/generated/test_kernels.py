@@ -16,8 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bit_patterns import NAMED, NATIVE, WIDE, bit_patterns, random_formats
 from generated.kernel_helpers import EXPONENT, FORMAT, generated, run, scale_table, stored, traced
 from helpers import assert_bits_equal, finished
-from interpreted import InterpretedTests, interpreted
+from interpreted import interpreted
 
+import fxprec.runtime.gemm.reference_ops  # noqa: F401
 from fxprec.ir import symbolic
 from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE
 from fxprec.numerics.formats import parse
@@ -152,6 +153,7 @@ def rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @interpreted
+@pytest.mark.cpu_dependent
 def test_each_operator_is_atens(rounded_once: None) -> None:
     """Bit for bit; functions that nobody rounds correctly within `ULPS` of the float64 result."""
     x = torch.cat([torch.randn(1500) * 4, torch.tensor([0.0, float("inf"), float("-inf"), float("nan")])])
@@ -300,8 +302,3 @@ def test_arithmetic_in_16_bits_is_rounded_as_in_the_graph() -> None:
         _, found, wanted = compare(f, x, w, scale_table([FORMAT]))
         assert_bits_equal(found[0], wanted[0])
         assert_bits_equal(found[1], wanted[1])
-
-
-@pytest.mark.cpu_dependent
-def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:
-    assert interpreted_tests.passed(__file__) == 20

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backend_helpers import Cnn, mlp
-from interpreted import InterpretedTests, interpreted
+from interpreted import interpreted
 from torch import Tensor, nn
 
 import fxprec
@@ -245,7 +245,3 @@ def test_what_a_machine_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     assert compat.no_triton(torch.device("cuda")) == "compute capability 7.5 is below 8.0"
     monkeypatch.setattr(triton, "__version__", "3.5.1")
     assert compat.no_triton(torch.device("cuda")) == "Triton 3.5.1 is older than 3.6"
-
-
-def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:
-    assert interpreted_tests.passed(__file__) == 12

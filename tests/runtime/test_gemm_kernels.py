@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gemm_helpers import half_graph, table_of
 from helpers import UNMEASURED
-from interpreted import InterpretedTests, interpreted
+from interpreted import interpreted
 
 import fxprec.runtime.gemm.ops
 import fxprec.runtime.gemm.reference_ops
@@ -253,10 +253,6 @@ def test_interpreted_parts_are_added_up(outer: int) -> None:
     assert torch.allclose(found, reference, rtol=1e-12)
     assert torch.equal(found[:, :5], torch.tensor(wanted, dtype=torch.float64)[:, :5])
     assert torch.allclose(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-5)
-
-
-def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:
-    assert interpreted_tests.passed(__file__) == len(FORMATS) + len(PAIRS) + len(KEPT) + 8
 
 
 def test_without_a_device_the_kernels_say_so() -> None:
