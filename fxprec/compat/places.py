@@ -23,12 +23,13 @@ def constant_places_are_arguments() -> Iterator[None]:
     """Patch Inductor to pass the constant place of a number that a Triton kernel reads from an input as an argument.
 
     Inductor writes the place into the kernel's text. So each layer had kernels of its own, and each was compiled.
+    Places 0 and 1 stay in the text: Triton makes an argument of 1 a constant, which a kernel cannot broadcast.
     """
     lift = KernelArgs.seed_offset
 
     def make(load: Callable[..., Any]) -> Callable[..., Any]:
         def load_from_argument(self: TritonKernel, name: str, index: Any, *args: object, **kwargs: object) -> Any:
-            if getattr(index, "is_Integer", False) and index > 0 and name in V.graph.graph_inputs:
+            if getattr(index, "is_Integer", False) and index > 1 and name in V.graph.graph_inputs:
                 index = sympy.Symbol(lift(self.args, _PLACE, int(index)), integer=True, nonnegative=True)
             return load(self, name, index, *args, **kwargs)
 

@@ -241,9 +241,10 @@ def _scaled_mm(
     return Checked(product.value.to(found.dtype), product.reason(found))
 
 
-def _totals(found: torch.Tensor, *args: Any) -> Checked:
-    wanted = stats.totals(*args)
-    return Checked(wanted.flatten(), _wrong_rows(found, wanted, Totals.with_tensors(*args).rows))
+def _totals(found: torch.Tensor, counts: torch.Tensor, moments: torch.Tensor, table: torch.Tensor, *of: Any) -> Checked:
+    sites = stats.parts_of(*of)
+    wanted = stats.totals(counts, moments, table, sites)
+    return Checked(wanted.flatten(), _wrong_rows(found, wanted, [site.row for site in sites]))
 
 
 def _gathered(found: torch.Tensor, counters: torch.Tensor) -> Checked:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,29 +109,31 @@ def _transposes(ground: Ground) -> None:
 
 
 def _totals(ground: Ground) -> None:
-    """Compare the sums of three casts, counted in parts side by side, with those of the CPU's code."""
+    """Compare the sums of four casts, counted in parts side by side, with those of the CPU's code."""
     fmt, outer = parse("e4m3fn"), 2
-    table = table_of(["e4m3fn"] * 3, torch.device("cpu"), exponent=1, measure=True)
+    table = table_of(["e4m3fn"] * 4, torch.device("cpu"), exponent=1, measure=True)
     table[1, MEASURE] = 0
-    sites = ((2, 700, 30, False), (0, 1100, 8, True), (1, 1, 5, True))  # row, parts, elements of each, measured
+    # Row, parts, elements of each, measured, short.
+    cases = ((2, 700, 30, False, False), (0, 1100, 8, True, True), (1, 1, 5, True, False), (3, 9, 40, False, True))
     parts = []
-    for _, size, length, measured in sites:
+    for _, size, length, measured, short in cases:
         x = torch.randn(outer, size, length) * 10 ** torch.randn(outer, size, length)
-        parts.append(stats.count_parts(x, x * 2.0, format_row(fmt), (-1,), measured))
-    lost, amax = (torch.cat([part[i] for part in parts], -1) for i in range(2))
-    moments = torch.cat([p for part in parts for p in part[2:]], -1)
-    elements = [outer * size * length for _, size, length, _ in sites]
-    facts: tuple[Any, Any, Any, Any, Any] = (
-        [s[0] for s in sites],
-        [s[1] for s in sites],
-        elements,
-        [s[3] for s in sites],
-        [True] * 3,
+        parts.append(stats.count_parts(x, x * 2.0, format_row(fmt), (-1,), measured, short))
+    counts, moments = (
+        torch.cat([number for part in parts for number in part if number.dtype == dtype], -1)
+        for dtype in (torch.int32, torch.float32)
     )
-    wanted = stats.totals(lost, amax, moments, table, *facts)
-    constants = totals.flags(*facts, table.shape[1])
-    a, b, c, d = (x.to(ground.device) for x in (lost, amax, moments, table))
-    _near(totals.totals(a, b, c, d, constants), wanted)
+    elements = [outer * size * length for _, size, length, *_ in cases]
+    sites = stats.parts_of(
+        [c[0] for c in cases],
+        [c[1] for c in cases],
+        elements,
+        [c[3] for c in cases],
+        [True] * len(cases),
+        [c[4] for c in cases],
+    )
+    wanted = stats.totals(counts, moments, table, sites)
+    _near(totals.totals(*(x.to(ground.device) for x in (counts, moments, table)), sites), wanted)
 
 
 def _gathered(ground: Ground) -> None:

@@ -9,18 +9,16 @@ from fxprec.ir.calls import Call, FakeCall, Flags, Sizes
 from fxprec.numerics.stats import SITE_COUNTERS, WIDTH
 
 
-class Totals(Call, op="totals", fake=lambda call: call.lost.new_empty(len(call.rows) * WIDTH, dtype=torch.float64)):
+class Totals(Call, op="totals", fake=lambda call: call.counts.new_empty(len(call.rows) * WIDTH, dtype=torch.float64)):
     """Add up the counts of the parts of several sites: rows of `numerics.stats.Counts`, one per site, float64.
 
-    ``rows`` are the sites' rows of the table. The tensors are the counts of the sites' parts, side by side; a site has
-    ``sizes`` entries of the last dimension. ``lost`` is int64, with 21 bits each for elements that overflow, that
-    underflow and that are not zero. ``amax`` is int32, the bits of the largest magnitude. ``moments`` is float32, for
-    each ``measured`` site the sums of squares, of logarithms and of their squares, returned in steps that measure. The
-    moments of ``scaled`` sites carry the site's scale exponent too.
+    ``rows`` are the sites' rows of the table. The tensors have the sites' numbers side by side in the last dimension,
+    as `numerics.stats.count_parts` returns them for ``sizes`` parts: ``counts`` int32, and ``moments`` float32 of the
+    ``measured`` sites, whose sums are returned in steps that measure. The moments of ``scaled`` sites carry the site's
+    scale exponent too. Overflow and underflow of ``short`` sites are one sum.
     """
 
-    lost: Node
-    amax: Node
+    counts: Node
     moments: Node
     table: Node
     rows: Sizes
@@ -28,6 +26,7 @@ class Totals(Call, op="totals", fake=lambda call: call.lost.new_empty(len(call.r
     elements: Sizes
     measured: Flags
     scaled: Flags
+    short: Flags
 
 
 def _gathered(call: FakeCall) -> object:

@@ -122,10 +122,9 @@ CARRIED = len(FormatRow._fields)
 """Column of the scale table: the scale exponent that the input of a row's cast already carries."""
 MEASURE = CARRIED + 1
 """Column of the scale table: 1 in steps that measure moments and histograms."""
-SHORT = 1 << 15
+SHORT_BITS = 15
+SHORT = 1 << SHORT_BITS
 """Number of elements. Shorter parts count overflow and, in the bits above it, underflow in one 32-bit sum."""
-FIELD = 21
-"""Bits of each number in a part's packed counts: overflow lowest, then underflow, then non-zero elements."""
 
 
 def count_parts(
@@ -139,57 +138,85 @@ def count_parts(
 ) -> tuple[Tensor, ...]:
     """Count each part of float32 ``x``, whose scaled values are ``stored``; reducing ``dims`` leaves the parts.
 
-    ``short`` parts have fewer than `SHORT` elements: overflow and underflow fit into one sum.
+    ``short`` parts have fewer than `SHORT` elements: overflow and underflow are one sum.
 
-    Returns for each part the packed counts (int64, `FIELD` bits each) and the bits of the largest magnitude (int32). If
-    ``measured``, also float32 sums of squares, of logarithms and of their squares.
+    Returns for each part, int32, the bits of the largest magnitude, overflow, and underflow if not ``short``. If
+    ``measured``, also non-zero elements, and as float32 the sums of squares, of logarithms and of their squares.
     """
     magnitude = stored.view(torch.int32) & MAGNITUDE
-    over, under = lost(magnitude, row)
-    sums = _summed(over, under, dims) if short else [torch.sum(n, dims, dtype=torch.int32) for n in (over, under)]
+    over, under = (flags.to(torch.int32) for flags in lost(magnitude, row))
+    counted = [over + under * SHORT] if short else [over, under]
     if measured:
-        sums.append(torch.sum(magnitude > 0, dims, dtype=torch.int32))
-    packed = sum(part.to(torch.int64) << (FIELD * i) for i, part in enumerate(sums))
-    assert isinstance(packed, Tensor)
-    found = [packed, torch.amax(x.view(torch.int32) & MAGNITUDE, dims)]
+        counted.append(magnitude > 0)
+    found = [torch.amax(x.view(torch.int32) & MAGNITUDE, dims)]
+    found += [torch.sum(number, dims, dtype=torch.int32) for number in counted]
     if measured:
         logs = torch.where(magnitude > 0, ln(torch.where(magnitude > 0, torch.abs(stored), 1.0)), 0.0)
         found += [torch.sum(part, dims) for part in (stored * stored, logs, logs * logs)]
     return tuple(found)
 
 
-def _summed(over: Tensor, under: Tensor, dims: tuple[int, ...]) -> list[Tensor]:
-    both = torch.sum(over.to(torch.int32) + under.to(torch.int32) * SHORT, dims, dtype=torch.int32)
-    return [both & (SHORT - 1), both >> (SHORT.bit_length() - 1)]
+class PartsOf(NamedTuple):
+    """Where the numbers of a site's parts are in the tensors of `totals`, and what they count."""
+
+    row: int
+    """Of the scale table."""
+    start: int
+    """First of the site's counts, in the last dimension."""
+    size: int
+    """Number of parts."""
+    moments: int
+    """First of the site's moments, or -1."""
+    scaled: int
+    """1 where the moments are those of scaled values."""
+    elements: int
+    short: int
+    """1 where overflow and underflow are one sum."""
 
 
-def totals(
-    lost: Tensor,
-    amax: Tensor,
-    moments: Tensor,
-    table: Tensor,
+def parts_of(
     rows: Sequence[int],
     sizes: Sequence[int],
     elements: Sequence[int],
     measured: Sequence[bool],
     scaled: Sequence[bool],
-) -> Tensor:
-    """Add up the parts that `count_parts` counted, of several sites side by side: `Counts`, (sites, `WIDTH`)."""
-    found, at = [], 0
-    mask = (1 << FIELD) - 1
-    for i, (packed, largest) in enumerate(zip(lost.split(list(sizes), -1), amax.split(list(sizes), -1), strict=True)):
-        over, under, nonzero = ((packed >> (FIELD * k) & mask).sum().to(torch.float64) for k in range(3))
-        sums = torch.zeros(3, dtype=torch.float64, device=lost.device)
-        if measured[i]:
-            mine = moments[..., at : at + 3 * sizes[i]].split(sizes[i], -1)
-            sums, at = torch.stack([part.to(torch.float64).sum() for part in mine]), at + 3 * sizes[i]
-        scale, carried, asked = (table[rows[i], column].to(torch.float64) for column in (0, CARRIED, MEASURE))
-        known = (asked > 0) & measured[i]
-        moments_found = [torch.where(known, n, u) for n, u in zip((nonzero, *sums), UNMEASURED, strict=True)]
-        numbers = [over, under, largest.max().view(torch.float32).to(torch.float64), over * 0 + elements[i]]
-        numbers += [*moments_found, carried, carried + scale if scaled[i] else carried]
-        found.append(torch.stack(numbers))
-    return torch.stack(found)
+    short: Sequence[bool],
+) -> tuple[PartsOf, ...]:
+    """Return where the numbers of several sites are that are side by side."""
+    found: list[PartsOf] = []
+    start = moments = 0
+    for row, size, number, has_moments, is_scaled, is_short in zip(
+        rows, sizes, elements, measured, scaled, short, strict=True
+    ):
+        first_moment = moments if has_moments else -1
+        found.append(PartsOf(row, start, size, first_moment, int(is_scaled), number, int(is_short)))
+        start += size * (3 - is_short + has_moments)
+        moments += size * 3 * has_moments
+    return tuple(found)
+
+
+def totals(counts: Tensor, moments: Tensor, table: Tensor, sites: Sequence[PartsOf]) -> Tensor:
+    """Add up what `count_parts` counted of several sites, side by side: `Counts`, (sites, `WIDTH`).
+
+    ``counts`` (..., numbers) int32 and ``moments`` (..., numbers) float32 have each site's numbers one after the other.
+    """
+    return torch.stack([_totals_of(site, counts, moments, table) for site in sites])
+
+
+def _totals_of(site: PartsOf, counts: Tensor, moments: Tensor, table: Tensor) -> Tensor:
+    largest, *lost = counts[..., site.start :].split(site.size, -1)[:4]
+    if site.short:
+        lost[:1] = [lost[0] & (SHORT - 1), lost[0] >> SHORT_BITS]
+    over, under, *rest = (number.sum(dtype=torch.int64).to(torch.float64) for number in lost)
+    scale, carried, asked = (table[site.row, column].to(torch.float64) for column in (0, CARRIED, MEASURE))
+    found = [over * 0 + n for n in UNMEASURED]
+    if site.moments >= 0:
+        mine = moments[..., site.moments :].split(site.size, -1)[:3]
+        sums = [rest[0], *(part.to(torch.float64).sum() for part in mine)]
+        found = [torch.where(asked > 0, n, u) for n, u in zip(sums, found, strict=True)]
+    amax = largest.max().view(torch.float32).to(torch.float64)
+    exponent = carried + scale if site.scaled else carried
+    return torch.stack([over, under, amax, over * 0 + site.elements, *found, carried, exponent])
 
 
 def _sum(x: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -159,20 +159,21 @@ def copied_in(graph: Graph, template: GraphModule, args: tuple[Any, ...], device
 
 
 def counted_parts(
-    graph: Graph, count: Count, x: Node, dims: tuple[int, ...], fmt: str | None, scaled: bool, measured: bool
+    graph: Graph,
+    count: Count,
+    x: Node,
+    dims: tuple[int, ...],
+    fmt: str | None,
+    scaled: bool,
+    measured: bool,
+    short: bool,
 ) -> tuple[Node, ...]:
     """Insert counts of the parts of ``x`` that reducing ``dims`` leaves (`stats.count_parts`), instead of ``count``."""
     columns = _FORMAT_COLUMNS if fmt is None else ((0,) if scaled else ())
     row = [column_of(graph, count.table, count.row, column) for column in columns]
-    template = _traced(_parts, (_dtype(x),), (fmt, dims, scaled, measured, is_short(x, dims)), len(row))
+    template = _traced(_parts, (_dtype(x),), (fmt, dims, scaled, measured, short), len(row))
     parts: tuple[Node, ...] = copied_in(graph, template, (x, *row), tensor_of(x).device)
     return parts
-
-
-def is_short(x: Node, dims: tuple[int, ...]) -> bool:
-    """Return whether the parts that reducing ``dims`` leaves are short at every run: dynamic sizes may grow."""
-    sizes = [tensor_of(x).shape[d] for d in dims]
-    return all(isinstance(size, int) for size in sizes) and math.prod(sizes) < stats.SHORT
 
 
 def insert(graph: Graph, function: Callable[..., torch.Tensor], x: Node, *static: object) -> Node:

@@ -6,6 +6,7 @@ into parts that do not fuse with that kernel, so the values would be written and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,14 +15,15 @@ from torch.fx import Graph, Node
 
 from fxprec.ir.symbolic import Count, Quantize
 from fxprec.kernels.counts import Totals
+from fxprec.numerics import stats
 from fxprec.passes.analysis.joint import tensor_of
 from fxprec.passes.lowering.expand import MOST_DIMS, counted_parts
 from fxprec.passes.lowering.gemm_casts import call
 from fxprec.passes.lowering.rows import WatchedRows
 
 aten = torch.ops.aten
-_PART = 256  # elements; 12 bytes of counts are then a small share
-_LONGEST = 1 << 21  # elements whose counts fit into the fields of one number
+_PART = 256  # elements; 8 bytes of counts are then a small share
+_LONGEST = 1 << 31  # elements; counts have 32 bits
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,17 @@ class _Site:
     shape: tuple[int, ...]
     """Shape of each tensor of parts."""
     parts: tuple[tuple[Node, ...], ...]
-    """For each piece of the tensor, the counts of its parts: losses, largest magnitudes, three moments if measured."""
+    """Each number that `stats.count_parts` returns: of the parts of every piece of the tensor."""
+    short: bool
+
+    @property
+    def counts(self) -> list[Node]:
+        """The integers of all parts, in their order in `Totals`."""
+        return [part for number in self.parts[: len(self.parts) - 3 * self.measured] for part in number]
+
+    @property
+    def moments(self) -> list[Node]:
+        return [part for number in self.parts[len(self.parts) - 3 * self.measured :] for part in number]
 
 
 def cast_where_read(graph: Graph) -> None:
@@ -67,14 +79,14 @@ def add_up(
 
 def _total(graph: Graph, sites: Sequence[_Site], table: Node) -> Node:
     """Add up sites whose parts differ in the last dimension only, so that they can be concatenated along it."""
-    lost, amax = (_joined(graph, [part for site in sites for part in site.parts[i]]) for i in range(2))
-    moments = [part for site in sites for parts in site.parts[2:] for part in parts]
-    rows, elements, measured, scaled = (
-        [getattr(site, name) for site in sites] for name in ("row", "elements", "measured", "scaled")
+    counts = _joined(graph, [part for site in sites for part in site.counts])
+    moments = [part for site in sites for part in site.moments]
+    rows, elements, measured, scaled, short = (
+        [getattr(site, name) for site in sites] for name in ("row", "elements", "measured", "scaled", "short")
     )
     sizes = [site.shape[-1] for site in sites]
-    joined = _joined(graph, moments) if moments else amax
-    return Totals(lost, amax, joined, table, rows, sizes, elements, measured, scaled).insert(graph)
+    joined = _joined(graph, moments) if moments else counts
+    return Totals(counts, joined, table, rows, sizes, elements, measured, scaled, short).insert(graph)
 
 
 def _joined(graph: Graph, parts: list[Node]) -> Node:
@@ -83,33 +95,37 @@ def _joined(graph: Graph, parts: list[Node]) -> Node:
 
 def _counted(graph: Graph, position: int, node: Node, rows: WatchedRows, pieces: Sequence[Node]) -> _Site | None:
     """Count in parts what ``node`` counts; None if the tensor has no parts of known sizes."""
-    count = Count.of(node)
+    count, tensors = Count.of(node), pieces or (Count.of(node).x,)
     measured, scaled = count.row in rows.measured, count.row in rows.scaled
-    found = [_counted_piece(graph, node, x, scaled, measured) for x in pieces or (count.x,)]
-    if None in found or len({shape[:-1] for shape, _ in filter(None, found)}) > 1:
+    dims = [found for found in (_part(tensor_of(x)) for x in tensors) if found is not None]
+    if len(dims) < len(tensors):
         return None
-    shapes, parts = zip(*filter(None, found), strict=True)
+    lengths = [math.prod(tensor_of(x).shape[d] for d in of_x) for x, of_x in zip(tensors, dims, strict=True)]
+    short = max(lengths) < stats.SHORT
+    with graph.inserting_before(node):
+        found = [
+            _counted_piece(graph, node, x, d, (scaled, measured, short)) for x, d in zip(tensors, dims, strict=True)
+        ]
+    shapes, parts = zip(*found, strict=True)
+    if len({shape[:-1] for shape in shapes}) > 1:
+        return None
     shape = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
-    elements = sum(tensor_of(x).numel() for x in pieces or (count.x,))
-    return _Site(position, count.row, elements, measured, scaled, shape, tuple(zip(*parts, strict=True)))
+    elements = sum(tensor_of(x).numel() for x in tensors)
+    return _Site(position, count.row, elements, measured, scaled, shape, tuple(zip(*parts, strict=True)), short)
 
 
 def _counted_piece(
-    graph: Graph, node: Node, x: Node, scaled: bool, measured: bool
-) -> tuple[tuple[int, ...], tuple[Node, ...]] | None:
-    """Count ``x`` in parts, as ``node`` counts; return the shape of the parts, and the counts of each kind."""
+    graph: Graph, node: Node, x: Node, dims: tuple[int, ...], how: tuple[bool, bool, bool]
+) -> tuple[tuple[int, ...], tuple[Node, ...]]:
+    """Count ``x`` in parts, as ``node`` counts; return the shape of the parts, and each of their numbers."""
     count, val = Count.of(node), tensor_of(x)
-    dims = _part(val)
-    if dims is None:
-        return None
+    if len(dims) == val.ndim:
+        x, val, dims = call(graph, aten.unsqueeze.default, x, 0), val.unsqueeze(0), tuple(d + 1 for d in dims)
+        x.meta["val"] = val
     simulated = any(cast.is_simulated for _, cast in Quantize.among(count.x.users))
-    with graph.inserting_before(node):
-        if len(dims) == val.ndim:
-            x, val, dims = call(graph, aten.unsqueeze.default, x, 0), val.unsqueeze(0), tuple(d + 1 for d in dims)
-            x.meta["val"] = val
-        dims = tuple(d - val.ndim for d in dims)
-        parts = counted_parts(graph, count, x, dims, None if simulated else count.format, scaled, measured)
-    return tuple(int(size) for d, size in enumerate(val.shape) if d - val.ndim not in dims), parts
+    last = tuple(d - val.ndim for d in dims)
+    parts = counted_parts(graph, count, x, last, None if simulated else count.format, *how)
+    return tuple(int(size) for d, size in enumerate(val.shape) if d not in dims), parts
 
 
 def _part(x: torch.Tensor) -> tuple[int, ...] | None:

@@ -11,6 +11,7 @@ import torch
 from fxprec.ir.symbolic import TABLE_COLUMNS
 from fxprec.numerics import ahead, device
 from fxprec.numerics.formats import parse
+from fxprec.numerics.stats import parts_of
 from fxprec.runtime.gemm import matmul, totals, transpose_kernels
 from fxprec.runtime.gemm.tiles import TILES, Tile
 
@@ -93,8 +94,9 @@ def transposition() -> Specialization:
 
 
 def _totals() -> Iterator[Specialization]:
-    facts = totals.flags([0, 1], [4096, 8192], [1 << 20, 1 << 24], [False, True], [True, False], TABLE_COLUMNS)
-    signature = {"lost_ptr": "*i64:16", "amax_ptr": "*i32:16", "moments_ptr": "*fp32:16", "share_ptr": "*fp64:16"}
+    sites = parts_of([0, 1], [4096, 8192], [1 << 20, 1 << 24], [False, True], [True, False], [True, False])
+    facts = totals.flags(sites, TABLE_COLUMNS)
+    signature = {"counts_ptr": "*i32:16", "moments_ptr": "*fp32:16", "share_ptr": "*fp64:16"}
     signature |= {"pitch": "i32:16", "moments_pitch": "i32:16", "outer": "i32"}
     constants, options = totals.shares_flags(facts, totals.MOST_SPLITS), {"num_warps": totals.WARPS}
     yield Specialization("shares of totals", totals.shares_kernel, signature, constants, options)

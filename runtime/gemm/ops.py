@@ -96,8 +96,7 @@ def matmul_to_codes(
 
 
 def totals(
-    lost: torch.Tensor,
-    amax: torch.Tensor,
+    counts: torch.Tensor,
     moments: torch.Tensor,
     table: torch.Tensor,
     rows: Sequence[int],
@@ -105,14 +104,15 @@ def totals(
     elements: Sequence[int],
     measured: Sequence[bool],
     scaled: Sequence[bool],
+    short: Sequence[bool],
 ) -> torch.Tensor:
     """Add up the counts of each tensor's parts to rows of counts, flat float64; on a CPU by plain torch."""
-    facts = (rows, sizes, elements, measured, scaled)
-    if lost.device.type != "cuda" and not compat.triton_interprets():
-        return stats.totals(lost, amax, moments, table, *facts).flatten()
+    sites = stats.parts_of(rows, sizes, elements, measured, scaled, short)
+    if counts.device.type != "cuda" and not compat.triton_interprets():
+        return stats.totals(counts, moments, table, sites).flatten()
     from fxprec.runtime.gemm import totals
 
-    return totals.totals(lost, amax, moments, table, totals.flags(*facts, table.shape[1])).flatten()
+    return totals.totals(counts, moments, table, sites).flatten()
 
 
 def gathered(counters: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxprec.numerics.stats import CARRIED, COLUMNS, FIELD, MEASURE, SITE_COUNTERS, STRIPES, SUMS, WIDTH
+from fxprec.numerics.stats import (
+    CARRIED,
+    COLUMNS,
+    MEASURE,
+    SHORT_BITS,
+    SITE_COUNTERS,
+    STRIPES,
+    SUMS,
+    WIDTH,
+    PartsOf,
+)
 from fxprec.runtime.gemm.launch import enqueue
 
 BLOCK, WARPS = 1024, 8
@@ -25,27 +35,26 @@ MOST_SPLITS = 128
 
 @triton.jit
 def shares_kernel(
-    lost_ptr: tl.tensor,
-    amax_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
     moments_ptr: tl.tensor,
     share_ptr: tl.tensor,
     pitch: tl.tensor,
     moments_pitch: tl.tensor,
     outer: tl.tensor,
     FACTS: tl.constexpr,
-    FIELD: tl.constexpr,
+    SHORT_BITS: tl.constexpr,
     NUMBERS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Add up one share of a site's parts."""
     site, share = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
-    start, size, moments = 0, 0, -1
+    start, size, moments, short = 0, 0, -1, 0
     for k in tl.static_range(len(FACTS)):
         start = tl.where(site == k, FACTS[k][1], start)
         size = tl.where(site == k, FACTS[k][2], size)
         moments = tl.where(site == k, FACTS[k][3], moments)
-    mask: tl.constexpr = (1 << FIELD) - 1
+        short = tl.where(site == k, FACTS[k][6], short)
     over = tl.zeros((BLOCK,), tl.int64)
     under = tl.zeros((BLOCK,), tl.int64)
     nonzero = tl.zeros((BLOCK,), tl.int64)
@@ -57,16 +66,21 @@ def shares_kernel(
         i = first + tl.arange(0, BLOCK)
         inside = i < outer * size
         above, i = i // size, i % size
-        lost = tl.load(lost_ptr + above * pitch + start + i, mask=inside, other=0)
-        over += lost & mask
-        under += (lost >> FIELD) & mask
-        nonzero += lost >> (2 * FIELD)
-        amax = tl.maximum(amax, tl.load(amax_ptr + above * pitch + start + i, mask=inside, other=0))
+        at = counts_ptr + above * pitch + start + i
+        amax = tl.maximum(amax, tl.load(at, mask=inside, other=0))
+        lost = tl.load(at + size, mask=inside, other=0)
+        if short != 0:
+            over += lost & ((1 << SHORT_BITS) - 1)
+            under += lost >> SHORT_BITS
+        else:
+            over += lost
+            under += tl.load(at + 2 * size, mask=inside, other=0)
         if moments >= 0:
-            at = moments_ptr + above * moments_pitch + moments + i
-            squares += tl.load(at, mask=inside, other=0.0).to(tl.float64)
-            logs += tl.load(at + size, mask=inside, other=0.0).to(tl.float64)
-            squared_logs += tl.load(at + 2 * size, mask=inside, other=0.0).to(tl.float64)
+            nonzero += tl.load(at + (3 - short) * size, mask=inside, other=0)
+            at_moments = moments_ptr + above * moments_pitch + moments + i
+            squares += tl.load(at_moments, mask=inside, other=0.0).to(tl.float64)
+            logs += tl.load(at_moments + size, mask=inside, other=0.0).to(tl.float64)
+            squared_logs += tl.load(at_moments + 2 * size, mask=inside, other=0.0).to(tl.float64)
     out = share_ptr + tl.program_id(0) * NUMBERS
     tl.store(out, tl.sum(over).to(tl.float64))
     tl.store(out + 1, tl.sum(under).to(tl.float64))
@@ -116,29 +130,20 @@ def totals_kernel(
     tl.store(out + 9, (carried + tl.where(scaled != 0, own, 0)).to(tl.float64))
 
 
-def flags(
-    rows: Sequence[int],
-    sizes: Sequence[int],
-    elements: Sequence[int],
-    measured: Sequence[bool],
-    scaled: Sequence[bool],
-    columns: int,
-) -> dict[str, Any]:
-    """Return the compile-time arguments that both kernels share.
-
-    ``FACTS`` has a tuple per site: row, first part, number of parts, first moment or -1, whether scaled, elements.
-    """
-    facts, start, moments = [], 0, 0
-    for row, size, number, has_moments, is_scaled in zip(rows, sizes, elements, measured, scaled, strict=True):
-        facts.append((row, start, size, moments if has_moments else -1, int(is_scaled), number))
-        start += size
-        moments += 3 * size if has_moments else 0
-    return {"FACTS": tuple(facts), "COLUMNS": columns}
+def flags(sites: Sequence[PartsOf], columns: int) -> dict[str, Any]:
+    """Return the compile-time arguments that both kernels share; the table of scales has ``columns``."""
+    return {"FACTS": tuple(tuple(site) for site in sites), "COLUMNS": columns}
 
 
 def shares_flags(constants: dict[str, Any], splits: int) -> dict[str, Any]:
     """Return the compile-time arguments of `shares_kernel`."""
-    return {"FACTS": constants["FACTS"], "FIELD": FIELD, "NUMBERS": NUMBERS, "SPLITS": splits, "BLOCK": BLOCK}
+    return {
+        "FACTS": constants["FACTS"],
+        "SHORT_BITS": SHORT_BITS,
+        "NUMBERS": NUMBERS,
+        "SPLITS": splits,
+        "BLOCK": BLOCK,
+    }
 
 
 def totals_flags(constants: dict[str, Any], splits: int) -> dict[str, Any]:
@@ -151,16 +156,17 @@ def splits_of(parts: int) -> int:
     return min(int(triton.next_power_of_2(triton.cdiv(parts, 2 * BLOCK))), MOST_SPLITS)
 
 
-def totals(lost: Tensor, amax: Tensor, moments: Tensor, table: Tensor, constants: dict[str, Any]) -> Tensor:
-    """Return rows of `fxprec.numerics.stats.Counts`, (sites, `WIDTH`) float64, from the tensors of `stats.totals`."""
-    sites, outer = len(constants["FACTS"]), lost.numel() // lost.shape[-1]
-    splits = splits_of(outer * max(fact[2] for fact in constants["FACTS"]))
-    out = torch.empty(sites, WIDTH, dtype=torch.float64, device=lost.device)
-    shares = torch.empty(sites, splits, NUMBERS, dtype=torch.float64, device=lost.device)
-    pitches = lost.shape[-1], moments.shape[-1], outer
+def totals(counts: Tensor, moments: Tensor, table: Tensor, sites: Sequence[PartsOf]) -> Tensor:
+    """Return what `fxprec.numerics.stats.totals` returns: rows of counts, (sites, `WIDTH`) float64."""
+    constants = flags(sites, table.shape[1])
+    outer = counts.numel() // counts.shape[-1]
+    splits = splits_of(outer * max(site.size for site in sites))
+    out = torch.empty(len(sites), WIDTH, dtype=torch.float64, device=counts.device)
+    shares = torch.empty(len(sites), splits, NUMBERS, dtype=torch.float64, device=counts.device)
+    pitches = counts.shape[-1], moments.shape[-1], outer
     options = {**shares_flags(constants, splits), "num_warps": WARPS}
-    enqueue(shares_kernel, (sites * splits,), lost, amax, moments, shares, *pitches, **options)
-    enqueue(totals_kernel, (sites,), shares, table, out, **totals_flags(constants, splits), num_warps=1)
+    enqueue(shares_kernel, (len(sites) * splits,), counts, moments, shares, *pitches, **options)
+    enqueue(totals_kernel, (len(sites),), shares, table, out, **totals_flags(constants, splits), num_warps=1)
     return out
 
 

@@ -211,11 +211,12 @@ def test_one_sum_holds_what_over_and_underflows_of_a_short_part(measured: bool) 
     longest = stats.SHORT - 1
     x = torch.randn(6, longest, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-6, 6, 2)[:, None]
     x[0], x[1], x[2, ::2] = torch.inf, 1e-30, 0
-    wanted, found = (
-        stats.count_parts(x, x, format_row(parse("e4m3fn")), (-1,), measured, short) for short in (False, True)
-    )
-    assert wanted[0][0] & stats.SHORT - 1 == wanted[0][1] >> stats.FIELD & stats.SHORT - 1 == longest
-    for got, right in zip(found, wanted, strict=True):
+    row = format_row(parse("e4m3fn"))
+    wanted, found = (stats.count_parts(x, x, row, (-1,), measured, short) for short in (False, True))
+    assert wanted[1][0] == wanted[2][1] == longest
+    assert {number.dtype for number in found[: 2 + measured]} == {torch.int32}
+    lost = found[1] & stats.SHORT - 1, found[1] >> stats.SHORT_BITS
+    for got, right in zip((found[0], *lost, *found[2:]), wanted, strict=True):
         assert got.dtype == right.dtype
         assert torch.equal(got, right)
 
@@ -223,7 +224,7 @@ def test_one_sum_holds_what_over_and_underflows_of_a_short_part(measured: bool) 
 @interpreted
 @pytest.mark.parametrize("outer", [1, 2, 9])
 def test_interpreted_parts_are_added_up(outer: int) -> None:
-    """Of three casts, counted in parts side by side; against statistics of each tensor as a whole.
+    """Of four casts, counted in parts side by side; against statistics of each tensor as a whole.
 
     One program, two, and eight share the parts of the largest.
     """
@@ -232,24 +233,29 @@ def test_interpreted_parts_are_added_up(outer: int) -> None:
     assert totals.splits_of(outer * 1100) == {1: 1, 2: 2, 9: 8}[outer]
 
     fmt, g = parse("e4m3fn"), torch.Generator()
-    table = table_of((4, "e4m3fn"), (0, "e4m3fn"), (1, "e4m3fn"), carried=2, measure=1)
+    table = table_of((4, "e4m3fn"), (0, "e4m3fn"), (1, "e4m3fn"), (2, "e4m3fn"), carried=2, measure=1)
     table[1, symbolic.MEASURE] = 0  # counted, and not asked for in this step
-    sites = ((2, 700, 30, False), (0, 1100, 8, True), (1, 1, 5, True))  # row, parts, elements of each, measured
+    # Row, parts, elements of each, measured, short.
+    cases = ((2, 700, 30, False, False), (0, 1100, 8, True, True), (1, 1, 5, True, False), (3, 9, 40, False, True))
     parts, wanted = [], []
-    for row, size, length, measured in sites:
-        x = torch.randn(outer, size, length, generator=g) * 10 ** torch.randn(outer, size, length, generator=g)
+    for row, size, length, measured, short in cases:
+        x = torch.randn(outer, size, length) * 10 ** torch.randn(outer, size, length, generator=g)
         x[0, 0, 0] = 0
         stored = x * 2.0 ** int(table[row, 0])
-        parts.append(stats.count_parts(x, stored, format_row(fmt), (-1,), measured))
+        parts.append(stats.count_parts(x, stored, format_row(fmt), (-1,), measured, short))
         asked = measured and row != 1
         whole = stats.count(x, stored, format_row(fmt)) + (stats.count_moments(stored) if asked else [])
         wanted.append([*map(float, whole), *(() if asked else stats.UNMEASURED), 2.0, 2.0 + int(table[row, 0])])
-    lost, amax = (torch.cat([part[i] for part in parts], -1) for i in range(2))
-    moments = torch.cat([p for part in parts for p in part[2:]], -1)
-    rows, sizes, lengths, measured = (list(column) for column in zip(*sites, strict=True))
-    facts = (rows, sizes, [outer * s * n for s, n in zip(sizes, lengths, strict=True)], measured, [True] * 3)
-    reference = stats.totals(lost, amax, moments, table, *facts)
-    found = totals.totals(lost, amax, moments, table, totals.flags(*facts, table.shape[1]))
+    counts, moments = (
+        torch.cat([number for part in parts for number in part if number.dtype == dtype], -1)
+        for dtype in (torch.int32, torch.float32)
+    )
+    rows, sizes, lengths, measured, short = (list(column) for column in zip(*cases, strict=True))
+    elements = [outer * s * n for s, n in zip(sizes, lengths, strict=True)]
+    sites = stats.parts_of(rows, sizes, elements, measured, [True] * 4, short)
+    assert sum(size * (3 + m - s) for size, m, s in zip(sizes, measured, short, strict=True)) == counts.shape[-1]
+    reference = stats.totals(counts, moments, table, sites)
+    found = totals.totals(counts, moments, table, sites)
     assert torch.allclose(found, reference, rtol=1e-12)
     assert torch.equal(found[:, :5], torch.tensor(wanted, dtype=torch.float64)[:, :5])
     assert torch.allclose(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-5)

@@ -16,6 +16,7 @@ import fxprec
 from fxprec.driver import backend, graph
 from fxprec.driver.interpreter import interpreted
 from fxprec.errors import ConfigError
+from fxprec.numerics.stats import parts_of
 from fxprec.optim import SGD
 from fxprec.runtime import losses, on_device, stats
 from fxprec.runtime.optim import guards, running
@@ -80,7 +81,7 @@ def test_kernels_of_gemms_start_on_their_tensors_device(
     transpose.transpose(codes)
     transpose.quantize_transpose(second(32, 32), second(11, dtype=torch.int32), parse("1-4-3+4"))
     totals.gathered(second(330, dtype=torch.int32))
-    totals.totals(second(2, 8), second(1, 8), second(8), second(8), {"FACTS": ((0, 0, 8, -1, 0, 8),), "COLUMNS": 11})
+    totals.totals(second(2, 16), second(16), second(1, 11), parts_of([0], [8], [8], [False], [False], [True]))
     matmul.matmul(operand, operand, tile=SMALL)
     matmul.matmul(operand, operand)
     assert current.seen == [SECOND] * 7

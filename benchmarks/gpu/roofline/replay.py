@@ -192,15 +192,15 @@ class _Kernel:
         self.found, self.name, self.text = found, name, KernelText.parse(source)
 
     def run(self, *args: Any, **options: object) -> None:
-        """Note a launch; ``args`` are those of the kernel, sizes last."""
+        """Note a launch; ``args`` are those of the kernel: tensors, places in a table, sizes."""
         memory = [Memory.of(x) for x in _tensors(args)]
-        extent = math.prod(x for x in args if isinstance(x, int))
+        numbers = [int(x) for x in args if isinstance(x, int)]
+        sizes = dict(zip(reversed(self.text.sizes), reversed(numbers), strict=False))
+        extent = math.prod(sizes.values())
         read, written = self.text.traffic([m.elements for m in memory], [m.dtype.itemsize for m in memory], extent)
         pairs = list(zip(self.text.pointers, memory, strict=True))
         inputs = tuple(m for pointer, m in pairs if not pointer.startswith("out_ptr"))
         outputs = tuple(m for pointer, m in pairs if "out" in pointer)
-        numbers = [int(x) for x in args if isinstance(x, int)]
-        sizes = dict(zip(self.text.sizes, numbers, strict=False))
         self.found.launches.append(Launch(self.name, inputs, outputs, read, written, self.name, sizes))
 
 
