@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec import compat
-from fxprec.ir.symbolic import CodedGemm, Dequantize, Transposed
+from fxprec.ir.symbolic import CodedGemm, Dequantize, InMemory, Transposed
 from fxprec.kernels.coded_gemms import GemmKernel, MatmulCodes, TransposeCodes, native_name
 from fxprec.passes.analysis.joint import behind_inputs, tensor_of
 from fxprec.passes.analysis.ops import CONVERT
@@ -61,7 +61,10 @@ def lower_gemms(
 
 
 class _Scales:
-    """``2**-exponent`` of all rows as float32, from one small kernel per graph. Each GEMM gets a view of its result."""
+    """``2**-exponent`` of all rows as float32, from one small kernel per graph. Each GEMM gets a (1, 1) view of it.
+
+    Of the bits alone, or without dimensions, Inductor would copy each number in a kernel of its own.
+    """
 
     def __init__(self, graph: Graph, scaled: frozenset[int]) -> None:
         self.graph, self.scaled = graph, scaled
@@ -73,18 +76,18 @@ class _Scales:
             if not self.ones:
                 options = {"dtype": torch.float32, "device": table.meta["val"].device}
                 with self.graph.inserting_before(behind_inputs(self.graph)):
-                    self.ones.append(self.graph.call_function(aten.full.default, ([], 1.0), options))
+                    self.ones.append(self.graph.call_function(aten.full.default, ([1, 1], 1.0), options))
             return self.ones[0]
         if self.inverse is None:
             with self.graph.inserting_before(behind_inputs(self.graph)):
-                self.inverse = insert(self.graph, _inverse_scales, table)
+                self.inverse = InMemory(insert(self.graph, _inverse_scales, table)).insert(self.graph)
         with self.graph.inserting_before(before):
-            return call(self.graph, aten.select.int, self.inverse, 0, row)
+            return call(self.graph, aten.slice.Tensor, self.inverse, 0, row, row + 1)
 
 
 def _inverse_scales(table: torch.Tensor, _: object) -> torch.Tensor:
-    """Return ``2.0**-exponent`` for every row by writing the bits of a float32."""
-    return ((127 - table[:, 0]) << 23).view(torch.float32)
+    """Return ``2.0**-exponent`` for every row (rows, 1) by writing the bits of a float32."""
+    return ((127 - table[:, :1]) << 23).view(torch.float32)
 
 
 def _copy(graph: Graph, copy: Node, triton: bool) -> None:
