@@ -133,7 +133,8 @@ def _totals(ground: Ground) -> None:
         [c[4] for c in cases],
     )
     wanted = stats.totals(counts, moments, table, sites)
-    _near(totals.totals(*(x.to(ground.device) for x in (counts, moments, table)), sites), wanted)
+    on_device = [x.to(ground.device) for x in (counts, moments, table)]
+    _near(totals.totals(on_device[0], on_device[1], on_device[2], sites), wanted)
 
 
 def _gathered(ground: Ground) -> None:

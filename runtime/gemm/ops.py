@@ -107,12 +107,18 @@ def totals(
     short: Sequence[bool],
 ) -> torch.Tensor:
     """Add up the counts of each tensor's parts to rows of counts, flat float64; on a CPU by plain torch."""
-    sites = stats.parts_of(rows, sizes, elements, measured, scaled, short)
+    sites = _sites(*map(tuple, (rows, sizes, elements, measured, scaled, short)))
     if counts.device.type != "cuda" and not compat.triton_interprets():
         return stats.totals(counts, moments, table, sites).flatten()
     from fxprec.runtime.gemm import totals
 
     return totals.totals(counts, moments, table, sites).flatten()
+
+
+@functools.lru_cache(maxsize=1024)
+def _sites(*facts: tuple[Any, ...]) -> tuple[stats.PartsOf, ...]:
+    """Return `stats.parts_of`, which takes longer than a launch where a graph has many casts."""
+    return stats.parts_of(*facts)
 
 
 def gathered(counters: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ adds up the shares. Floats are not added by atomics, so the same parts give the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -130,7 +130,8 @@ def totals_kernel(
     tl.store(out + 9, (carried + tl.where(scaled != 0, own, 0)).to(tl.float64))
 
 
-def flags(sites: Sequence[PartsOf], columns: int) -> dict[str, Any]:
+@lru_cache(maxsize=1024)
+def flags(sites: tuple[PartsOf, ...], columns: int) -> dict[str, Any]:
     """Return the compile-time arguments that both kernels share; the table of scales has ``columns``."""
     return {"FACTS": tuple(tuple(site) for site in sites), "COLUMNS": columns}
 
@@ -156,7 +157,7 @@ def splits_of(parts: int) -> int:
     return min(int(triton.next_power_of_2(triton.cdiv(parts, 2 * BLOCK))), MOST_SPLITS)
 
 
-def totals(counts: Tensor, moments: Tensor, table: Tensor, sites: Sequence[PartsOf]) -> Tensor:
+def totals(counts: Tensor, moments: Tensor, table: Tensor, sites: tuple[PartsOf, ...]) -> Tensor:
     """Return what `fxprec.numerics.stats.totals` returns: rows of counts, (sites, `WIDTH`) float64."""
     constants = flags(sites, table.shape[1])
     outer = counts.numel() // counts.shape[-1]
