@@ -225,11 +225,31 @@ def test_a_run_that_is_ended_keeps_its_rows_and_another_goes_on(
     first.add(Row("none", left_out="no"))
     (path,) = tmp_path.iterdir()
     second = Kept.of("whole", [path])
-    assert [second.has(name) for name in ("one", "slow", "none", "other")] == [True, False, True, False]
+    assert [second.has(name, ["fp8"]) for name in ("one", "slow", "none", "other")] == [True, False, True, False]
     second.add(Row("slow", 1, {"fp8": Cell(FAILED)}))
     assert second.path is not None
     assert read(second.path) == [first.rows[0], first.rows[2], second.rows[-1]]
-    assert Kept.of("whole", [path, second.path]).rows[-1].cells["fp8"].verdict == FAILED
+    assert Kept.of("whole", [path, second.path]).rows[1].cells["fp8"].verdict == FAILED
+
+
+def test_a_column_is_added_to_the_rows_of_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that had any column was taken for whole: another column was never measured."""
+    monkeypatch.setattr(machine, "RESULTS", tmp_path)
+    first = Kept("part", note="In fp32.")
+    first.add(Row("one", 1, {"fp32": Cell(PASSED, 0.1)}))
+    first.add(Row("slow", 1, {"fp32": Cell(PASSED, 0.1)}))
+    first.add(Row("none", left_out="no"))
+    (path,) = tmp_path.iterdir()
+    second = Kept.of("part", [path])
+    assert [second.has(name, ["compiled"]) for name in ("one", "slow", "none")] == [False, False, True]
+    second.add(Row("one", 1, {"compiled": Cell(PASSED, 0.2)}))
+    second.add(Row("slow", late="longer than 60 s"))
+    assert [sorted(row.cells) for row in read(path)] == [["compiled", "fp32"], ["fp32"], []]
+    third = Kept.of("part", [path])
+    assert third.note == "In fp32."
+    assert [third.has(name, ["fp32", "compiled"]) for name in ("one", "slow")] == [True, False]
+    assert third.rows[1].samples == 1
+    assert summary(third.rows)["compiled"]["late"] == 1
 
 
 def test_the_table_has_a_row_a_suite() -> None:

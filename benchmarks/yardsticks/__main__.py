@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="inputs of each, of other shapes")
     parser.add_argument("--recipes", nargs="+", choices=[*TORCHS, *OURS], help="near, bf16, fp8; of tests, near")
     parser.add_argument("--keep", metavar="NAME", help="keep the result of a part of a suite under this name")
-    parser.add_argument("--resume", nargs="+", type=Path, default=[], metavar="FILE", help="keep these results' rows")
+    parser.add_argument("--resume", nargs="+", type=Path, default=[], metavar="FILE", help="keep these results' cells")
     parser.add_argument("--seconds", type=int, default=60, help="the time of one of the suite")
     parser.add_argument("--checkout", type=Path, metavar="DIR", help="where the suite's files lie")
     parser.add_argument("--torchbench", type=Path, metavar="DIR", help="a checkout of pytorch/benchmark")
@@ -107,7 +107,7 @@ def _alone() -> Iterator[None]:
 
 def _judge(operators: list[Any], args: argparse.Namespace, is_whole: bool) -> None:
     kept = Kept.of(args.keep or (args.suite if is_whole else None), args.resume)
-    left = [op for op in operators if not kept.has(exercise.name_of(op))]
+    left = [op for op in operators if not kept.has(exercise.name_of(op), args.recipes)]
     print(f"{'operator':44} {' '.join(f'{name:>8}' for name in COLUMNS)}")
     with _progress(args.suite, len(left)) as tick:
         for row in op_db.rows(left, args.samples, args.recipes, args.seconds):
@@ -152,12 +152,13 @@ def _rows_by_path(args: argparse.Namespace, kept: Kept) -> Iterator[Row]:
     """Yield a row of each model or test that ``kept`` lacks."""
     if args.suite == "tests":
         tests = pytorch_tests.chosen(args.checkout / args.file, args.only, args.sample)
-        left = [test for test in tests if not kept.has(test.id())]
+        left = [test for test in tests if not kept.has(test.id(), args.recipes)]
         yield from pytorch_tests.rows(left, args.recipes, args.seconds)
         return
     models = [model for model in _models(args) if not args.only or model.name in args.only]
-    left = [model for model in models if not kept.has(model.name)]
-    wanted = len(left) if args.sample is None else args.sample - sum(bool(row.samples) for row in kept.rows)
+    left = [model for model in models if not kept.has(model.name, args.recipes)]
+    whole_rows = [row for row in kept.rows if row.samples and kept.has(row.operator, args.recipes)]
+    wanted = len(left) if args.sample is None else args.sample - len(whole_rows)
     yield from whole.Suite(left, wanted, tuple(args.recipes), args.seconds).rows()
 
 
