@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from gemm_helpers import table_of
@@ -12,8 +14,9 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 import fxprec.runtime.gemm.ops
 import fxprec.runtime.reference_ops  # noqa: F401
 from fxprec.ir.symbolic import KEEP_NONFINITE, QUANTIZE, Count, Quantize
+from fxprec.kernels.counts import Totals
 from fxprec.kernels.layout import SideBySide
-from fxprec.passes.lowering.expand import is_short
+from fxprec.numerics.stats import finish
 from fxprec.passes.lowering.pieces import cast_in_pieces
 from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.passes.lowering.totals import add_up
@@ -90,12 +93,28 @@ def test_what_is_wanted_whole_stays_whole(case: str) -> None:
     assert Count.of(counts[0]).x is before[0][0]
 
 
-@pytest.mark.parametrize(
-    ("mode", "shape", "short"),
-    [("fake", (4, 100), True), ("fake", (4, 1 << 15), False), ("symbolic", (4, 100), False)],
-)
-def test_parts_are_short_only_where_no_later_size_is_long(mode: str, shape: tuple[int, int], short: bool) -> None:
+@pytest.mark.parametrize(("length", "short"), [(100, True), ((1 << 15) - 1, True), (1 << 15, False)])
+def test_short_parts_are_those_whose_counts_share_32_bits(length: int, short: bool) -> None:
+    gm, totals = added_up((4, length))
+    assert [Totals.of(node).short for node in totals] == [[short]]
+    x = torch.full((4, length), torch.inf)
+    x[1], x[2, ::2] = 1e-30, 0
+    (found,) = finish(gm(x, TABLE)[0].view(1, -1))
+    assert (found.overflow_ratio, found.underflow_ratio) == ((3 * length - (length + 1) // 2) / (4 * length), 0.25)
+
+
+def test_what_may_grow_has_no_parts() -> None:
     """The two counts of a short part share 32 bits: one of a size that may grow would spill into the other."""
-    traced = make_fx(torch.neg, tracing_mode=mode)(torch.ones(shape))
-    (x,) = traced.graph.find_nodes(op="placeholder")
-    assert is_short(x, (-1,)) == short
+    assert added_up((4, 100), "symbolic")[1] == []
+
+
+def added_up(shape: tuple[int, int], mode: str = "fake") -> tuple[GraphModule, list[Node]]:
+    """Return a graph that counts a tensor of such a size, and its nodes that add up parts."""
+    count: Any = Count.target
+    gm = make_fx(lambda x, table: count(x, table, 0, "e5m2_sat"), tracing_mode=mode)(torch.ones(shape), TABLE)
+    counts = list(Count.nodes(gm.graph))
+    gm.graph.output_node().args = ((),)
+    _, found = add_up(gm.graph, counts, WatchedRows(), {})
+    gm.graph.output_node().args = (tuple(found),)
+    gm.recompile()
+    return gm, Totals.nodes(gm.graph)
