@@ -157,10 +157,10 @@ def count_parts(
 
 
 class PartsOf(NamedTuple):
-    """Where the numbers of a site's parts are in the tensors of `totals`, and what they count."""
+    """Place of the numbers of a site's parts in the tensors of `totals`, and what they count."""
 
     row: int
-    """Of the scale table."""
+    """Row of the scale table."""
     start: int
     """First of the site's counts, in the last dimension."""
     size: int
