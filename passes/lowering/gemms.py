@@ -63,7 +63,8 @@ def lower_gemms(
 class _Scales:
     """``2**-exponent`` of all rows as float32, from one small kernel per graph. Each GEMM gets a (1, 1) view of it.
 
-    Of the bits alone, or without dimensions, Inductor would copy each number in a kernel of its own.
+    Of bits that are not in memory as float32, Inductor copies each number in a kernel of its own. A view without
+    dimensions fails in torch 2.13's code for `torch._scaled_mm`.
     """
 
     def __init__(self, graph: Graph, scaled: frozenset[int]) -> None:
