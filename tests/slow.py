@@ -1,16 +1,17 @@
 """Which tests are left to ``./dev all``: those that took more than a second in the run that `slow.txt` was made from.
 
-``python tests/slow.py build/tests.xml``, where ``pytest --junitxml=build/tests.xml`` has run all tests on an idle machine,
-writes the list anew. A test that is not in it, as one just written, belongs to ``./dev``.
+Each line is a test function and its seconds. ``python tests/slow.py build/tests.xml``, where
+``pytest --junitxml=build/tests.xml`` has run all tests on an idle machine, writes the list anew. A test that is not in it,
+as one just written, belongs to ``./dev``.
 
-``pytest --slow-part K/N`` runs the K-th of N parts of them, K from 0, and all others.
+``pytest --slow-part K/N`` runs the K-th of N parts of them, K from 0, and all others. Parts take equally long, and a file's
+tests are in one part, since they share fixtures.
 """
 
 from __future__ import annotations
 
 import sys
 import xml.etree.ElementTree as ElementTree
-import zlib
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -23,8 +24,10 @@ SECONDS = 1.0
 
 
 @cache
-def listed() -> frozenset[str]:
-    return frozenset(LIST.read_text(encoding="utf-8").split())
+def listed() -> dict[str, float]:
+    """Return the list: a test function's name -> its seconds."""
+    lines = LIST.read_text(encoding="utf-8").splitlines()
+    return {name: float(seconds) for name, _, seconds in (line.partition(" ") for line in lines)}
 
 
 def name_of(item: pytest.Item) -> str:
@@ -40,19 +43,31 @@ def mark(items: list[pytest.Item]) -> None:
 
 
 def select_part(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the slow tests of all parts but that of ``--slow-part``. All cases of a function are in one part."""
+    """Deselect the slow tests of all parts but that of ``--slow-part``."""
     asked: tuple[int, int] | None = config.getoption("slow_part")
     if asked is None:
         return
     part, parts = asked
-    is_left = [i.get_closest_marker("slow") is not None and part_of(name_of(i), parts) != part for i in items]
+    part_of = dealt(parts)
+    is_left = [
+        i.get_closest_marker("slow") is not None and part_of[name_of(i).partition("::")[0]] != part for i in items
+    ]
     config.hook.pytest_deselected(items=[i for i, left in zip(items, is_left, strict=True) if left])
     items[:] = [i for i, left in zip(items, is_left, strict=True) if not left]
 
 
-def part_of(name: str, parts: int) -> int:
-    """Return the part of a test function; the same on each machine, whatever else is in the list."""
-    return zlib.crc32(name.encode()) % parts
+@cache
+def dealt(parts: int) -> dict[str, int]:
+    """Return each file's part: the longest file first, each to the part that is shortest so far."""
+    files: dict[str, float] = defaultdict(float)
+    for name, seconds in listed().items():
+        files[name.partition("::")[0]] += seconds
+    lengths = [0.0] * parts
+    found = {}
+    for file in sorted(files, key=lambda file: (-files[file], file)):
+        found[file] = lengths.index(min(lengths))
+        lengths[found[file]] += files[file]
+    return found
 
 
 def part_and_parts(text: str) -> tuple[int, int]:
@@ -74,6 +89,6 @@ def measured(report: Path) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    slow = sorted(name for name, seconds in measured(Path(sys.argv[1])).items() if seconds > SECONDS)
-    LIST.write_text("\n".join(slow) + "\n", encoding="utf-8")
+    slow = {name: seconds for name, seconds in sorted(measured(Path(sys.argv[1])).items()) if seconds > SECONDS}
+    LIST.write_text("".join(f"{name} {seconds:.0f}\n" for name, seconds in slow.items()), encoding="utf-8")
     print(f"{len(slow)} tests take more than {SECONDS} s")

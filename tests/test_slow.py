@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from slow import LIST, listed, part_of
+from slow import LIST, dealt, listed
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,7 +22,9 @@ def test_every_test_of_the_list_is_there() -> None:
         assert name in names[path], entry
 
 
-def test_every_slow_test_is_in_one_of_the_parts_that_commits_choose_from() -> None:
-    parts = [{name for name in listed() if part_of(name, 4) == k} for k in range(4)]
-    assert sum(map(len, parts)) == len(listed())
-    assert min(map(len, parts)) > len(listed()) / 5  # of about equal size, so none takes much longer
+def test_the_parts_that_commits_choose_from_take_equally_long() -> None:
+    lengths = [0.0] * 10
+    for name, seconds in listed().items():
+        assert seconds > 0, name
+        lengths[dealt(10)[name.partition("::")[0]]] += seconds
+    assert max(lengths) < 1.05 * min(lengths)
