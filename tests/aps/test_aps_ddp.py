@@ -170,21 +170,25 @@ def counted(rank: int, world: int) -> list[bool]:
 
 
 @pytest.fixture(scope="module", params=STEPS)
-def results(once: Callable[..., Any], request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    checks = [(replicas, (request.param,))]
-    checks += [(check, ()) for check in (odd_parameters, kept_high, accumulated, complex_parameters, counted)]
-    return once(f"ddp-{request.param}", lambda: run_ranks(WORLD, several, checks))
+def trained(once: Callable[..., Any], request: pytest.FixtureRequest) -> list[dict[str, Tensor]]:
+    return once(f"ddp-{request.param}", lambda: run_ranks(WORLD, replicas, request.param))
 
 
-def test_replicas_are_bit_identical_after_many_steps_in_every_mode(results: list[dict[str, Any]]) -> None:
-    first, *others = (rank["replicas"] for rank in results)
+@pytest.fixture(scope="module")
+def results(once: Callable[..., Any]) -> list[dict[str, Any]]:
+    checks = [(check, ()) for check in (odd_parameters, kept_high, accumulated, complex_parameters, counted)]
+    return once("ddp", lambda: run_ranks(WORLD, several, checks))
+
+
+def test_replicas_are_bit_identical_after_many_steps_in_every_mode(trained: list[dict[str, Tensor]]) -> None:
+    first, *others = trained
     for mode, parameters in first.items():
         assert 0.1 < parameters.abs().max() < 10, mode
         assert all(torch.equal(parameters, other[mode]) for other in others), mode
 
 
-def test_every_mode_trains_differently_and_bucket_views_change_nothing(results: list[dict[str, Any]]) -> None:
-    finals = {mode: tuple(parameters.tolist()) for mode, parameters in results[0]["replicas"].items()}
+def test_every_mode_trains_differently_and_bucket_views_change_nothing(trained: list[dict[str, Tensor]]) -> None:
+    finals = {mode: tuple(parameters.tolist()) for mode, parameters in trained[0].items()}
     assert finals.pop("views") == finals["fp32 sums"]
     assert len(set(finals.values())) == len(MODES)
 

@@ -55,6 +55,12 @@ def definitions(rank: int, world: int) -> list[torch.Tensor]:
         return [exchange(APSState(**options), gradients_of(rank, case)) for case, options in RUNS]
 
 
+def by_case(rank: int, world: int) -> dict[str, torch.Tensor]:
+    """Each case in the default format, and the last of the runs as "raw"."""
+    runs = {**{case: (case, {}) for case in CASES}, "raw": RUNS[-1]}
+    return {name: exchange(APSState(**options), gradients_of(rank, case)) for name, (case, options) in runs.items()}
+
+
 def random(rank: int, world: int) -> list[torch.Tensor]:
     """Two steps of each, so that residuals are among them."""
     found = []
@@ -74,16 +80,24 @@ def parts_of_the_world(rank: int, world: int) -> tuple[list[int], torch.Tensor]:
     return parts[mine], exchange(APSState(process_group=made[mine], **options), gradients_of(rank, case))
 
 
-@pytest.fixture(scope="module")
-def results(once: Callable[..., Any]) -> Results:
-    """By world size; read from their file once."""
+def by_world(once: Callable[..., Any], name: str, *checks: Callable[..., Any]) -> Results:
+    """Return what gives each rank's results for a world's size; they are read from their file once."""
 
     @cache
     def of(world: int) -> list[dict[str, Any]]:
-        checks = [(check, ()) for check in (definitions, random, parts_of_the_world)]
-        return once(f"exchange-{world}", lambda: run_ranks(world, several, checks))
+        return once(f"{name}-{world}", lambda: run_ranks(world, several, [(check, ()) for check in checks]))
 
     return of
+
+
+@pytest.fixture(scope="module")
+def results(once: Callable[..., Any]) -> Results:
+    return by_world(once, "exchange", definitions, random)
+
+
+@pytest.fixture(scope="module")
+def few(once: Callable[..., Any]) -> Results:
+    return by_world(once, "exchange-few", by_case, parts_of_the_world)
 
 
 def assert_is_the_definition(found: torch.Tensor, ranks: list[int], case: str, options: dict[str, Any]) -> None:
@@ -108,18 +122,17 @@ def test_all_ranks_get_the_same_bits(results: Results, world: int, what: str) ->
 
 
 @pytest.mark.parametrize("world", [3, 5])
-def test_zero_stays_zero_and_non_finite_stays_in_its_layer(results: Results, world: int) -> None:
-    found = results(world)[0]["definitions"]
-    by_case = {case: found[3 * k].split(list(SIZES)) for k, case in enumerate(CASES)}
-    assert (by_case["zero-layer"][3] == 0).all()
-    assert by_case["nan"][3].isnan().all()
-    assert torch.cat([by_case["nan"][k] for k in (0, 1, 2, 4)]).isfinite().all()
-    assert not by_case["inf"][0].isfinite().any()
-    assert torch.equal(by_case["inf"][4], by_case["plain"][4])
+def test_zero_stays_zero_and_non_finite_stays_in_its_layer(few: Results, world: int) -> None:
+    found = {case: mean.split(list(SIZES)) for case, mean in few(world)[0]["by_case"].items()}
+    assert (found["zero-layer"][3] == 0).all()
+    assert found["nan"][3].isnan().all()
+    assert torch.cat([found["nan"][k] for k in (0, 1, 2, 4)]).isfinite().all()
+    assert not found["inf"][0].isfinite().any()
+    assert torch.equal(found["inf"][4], found["plain"][4])
 
 
-def test_raw_gradients_overflow_to_inf_and_are_divided_last(results: Results) -> None:
-    found = results(5)[0]["definitions"][-1].split(list(SIZES))
+def test_raw_gradients_overflow_to_inf_and_are_divided_last(few: Results) -> None:
+    found = few(5)[0]["by_case"]["raw"].split(list(SIZES))
     wanted = [torch.stack(layer).sum(0) for layer in zip(*(gradients_of(r) for r in range(5)), strict=True)]
     assert not found[4].isfinite().any(), "sums of 1e6, where the format ends at 240"
     assert found[0].abs().max() == 0, "1e-6, where it begins at 2^-9"
@@ -128,8 +141,8 @@ def test_raw_gradients_overflow_to_inf_and_are_divided_last(results: Results) ->
     assert found[2].item() == pytest.approx(wanted[2].item() / 5, abs=0.05)
 
 
-def test_process_groups_side_by_side_with_subgroups_of_their_own(results: Results) -> None:
-    for rank in results(5):
+def test_process_groups_side_by_side_with_subgroups_of_their_own(few: Results) -> None:
+    for rank in few(5):
         ranks, found = rank["parts_of_the_world"]
         assert len(ranks) in (2, 3)
         assert_is_the_definition(found, ranks, *SUBSET)
