@@ -35,7 +35,6 @@ from fxprec.passes.scale_copies import ScaleCopies
 from fxprec.passes.shorten_lives import ShortenLives
 from fxprec.passes.smooth_swiglu import SmoothSwiGLU
 from fxprec.passes.store_centred import StoreCentred
-from fxprec.passes.subtract_in_forward import SubtractInForward
 from fxprec.passes.sum_narrow import SumNarrow
 from fxprec.passes.weigh_gemms import WeighGemms
 from fxprec.passes.widen_attention import WidenAttention
@@ -48,7 +47,6 @@ PIPELINE: tuple[Pass, ...] = (
     WidenAttention(),  # before RecoverOperators pairs operators with tensors: the plan is made of float32 tensors
     SmoothSwiGLU(),  # before GroupTensors: the scaled product is the tensor to count, store and round
     CompareInForward(),  # before GroupTensors: a tensor that backward no longer reads gets no site
-    SubtractInForward(),  # likewise
     RecoverOperators(),  # reads autograd's metadata, which later passes disturb
     GroupTensors(),  # needs operators in execution order
     AssignPrecision(),  # needs group sizes
@@ -90,7 +88,6 @@ CALIBRATION: tuple[Pass, ...] = (
     WidenAttention(),
     SmoothSwiGLU(),
     CompareInForward(),
-    SubtractInForward(),
     RecoverOperators(),
     GroupTensors(),
     InsertObservers(),  # in place of casts: measures the damage that casts would do

@@ -18,7 +18,7 @@ from fxprec.passes.base import Work
 from fxprec.passes.pass_report import PassReport
 from fxprec.plan import Plan, Site
 from fxprec.report.graph_text import graph_text
-from tests.golden_model import make, make_gated, make_maximum, make_regression
+from tests.golden_model import make, make_gated, make_maximum
 from tests.helpers import compiled, eager_backend, pipeline
 
 TRACED = "traced"  # the name of the text that shows the graph before all passes
@@ -92,13 +92,6 @@ CASES = (
         options={"recipe": "fp8"},
         make=make_maximum,
         shows=(TRACED, "compare-in-forward"),
-    ),
-    Case(
-        name="regression",
-        what="fp8, a linear layer and its squared error",
-        options={"recipe": "fp8"},
-        make=make_regression,
-        shows=(TRACED, "subtract-in-forward"),
     ),
     Case(
         name="gated",

@@ -55,18 +55,3 @@ class Gated(nn.Module):
 
 def make_gated() -> tuple[nn.Module, Tensor]:
     return Gated(), torch.ones(256, 16)
-
-
-class Regression(nn.Module):
-    """A linear layer and its squared error."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Linear(16, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.mse_loss(self.one(x), x.repeat(1, 2))
-
-
-def make_regression() -> tuple[nn.Module, Tensor]:
-    return Regression(), torch.ones(256, 16)

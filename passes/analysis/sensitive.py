@@ -3,8 +3,8 @@
 Backward reads a saved value through one formula. If the formula is linear in the value, an error of 6 % (e4m3fn) is an
 error of 6 % in a summand. Errors of many summands cancel. Otherwise the error is multiplied or does not cancel. Such a
 value keeps the recipe's high format, or its own dtype if 16 bits spoil it too. The same holds for a statistic, one
-number that many elements are multiplied by. No pass touches divisors, nor log-softmax's result, which backward
-exponentiates (`values`).
+number that many elements are multiplied by, and for what only the loss is computed from (`losses`). No pass touches
+divisors, nor log-softmax's result, which backward exponentiates (`values`).
 
 The table is measured (`fxprec.ir.operators.measured`). Reasons given by hand are tested one by one
 (tests/passes/test_sensitive.py).
@@ -23,6 +23,7 @@ from fxprec.ir.operators import HighReason, Trait, column, having
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.joint import argument, has_tag, is_backward, numel_hint, readers, tensor_of, value
+from fxprec.passes.analysis.losses import leading_to_loss
 from fxprec.passes.analysis.operators import Operator, Operators
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.plan.lines import named
@@ -44,6 +45,10 @@ STATISTIC = HighReason(
 UNKNOWN = HighReason("no measurement shows how rounding would affect the backward that reads it", as_it_is=True)
 COMPARED = HighReason(
     "backward compares it for equality with another value: a rounded copy equals it nowhere, and 0 / 0 is NaN",
+    as_it_is=True,
+)
+LOSS = HighReason(
+    "only the loss is computed from it, whose gradient near convergence is a small difference of such values",
     as_it_is=True,
 )
 
@@ -68,6 +73,7 @@ class _Reasons:
     def __init__(self, grouped: Grouped) -> None:
         self.operators = operators = grouped.operators
         self.exponentiated, self.compared = _exponentiated(operators), _compared(operators)
+        self.in_loss = leading_to_loss(operators.joint)
         self.operands: dict[Node, list[HighReason]] = defaultdict(list)
         for op in reversed(operators.all):
             if (entry := _entry(OPERANDS, op)) is not None:
@@ -81,6 +87,8 @@ class _Reasons:
             yield COMPARED
         if tensor.kind != "param" and _is_statistic(node, tensor):
             yield STATISTIC
+        if node in self.in_loss:
+            yield LOSS
         yield from _unknown_readers(self.operators, node)
         if node in self.exponentiated:
             yield EXPONENTIATED
