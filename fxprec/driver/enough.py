@@ -14,6 +14,7 @@ from fxprec.driver.attempts import PeakAttempts, SavedAttempts
 from fxprec.driver.compiler import Compiler
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.lowering import Lowering
+from fxprec.driver.progress import say
 from fxprec.errors import BudgetError
 from fxprec.passes.notice import budget_text, readable
 from fxprec.runtime.stats import StatsQueue
@@ -41,6 +42,7 @@ def can_confirm(compiler: Compiler, error: BudgetError) -> bool:
 def confirmed(error: BudgetError, compiler: Compiler, compile_graph: Callable[[Compiler], object]) -> BudgetError:
     """Return the error with a budget within which ``compile_graph`` succeeds; as it is if compiling fails otherwise."""
     wanted = error.enough
+    say(f"peak_budget {error.asked} is out of reach; compiling within {readable(wanted)} to see if that is enough")
     for trial in range(_TRIALS if compiler.lowering.device.type == "cpu" else _TRIALS_ON_GPU):
         try:
             compile_graph(_within(compiler, wanted))

@@ -85,6 +85,12 @@ def telling(message: str, *, has_own_line: bool = False) -> Iterator[None]:
         ticker.end()
 
 
+def say(message: str) -> None:
+    """Write a line to standard error, terminal or not, on rank 0: what is to follow takes long."""
+    if is_wanted():
+        print(f"fxprec: {message}", file=sys.stderr, flush=True)
+
+
 @cache
 def announce(message: str) -> None:
     """Show a line on a terminal, once per process since equal layers repeat it, and only on rank 0."""

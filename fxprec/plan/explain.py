@@ -16,11 +16,13 @@ from fxprec.plan.shown import line
 
 if TYPE_CHECKING:
     from fxprec.plan.plan import Plan
-    from fxprec.plan.rows import Site
+    from fxprec.plan.rows import SavedTensor, Site
 
 
 def explain(plan: Plan, tensor: str) -> list[str]:
     """Return the lines on every site of a tensor or, if no tensor has that name, of a module or a site's number.
+
+    A module includes those inside it. Of a tensor that is saved without a site, the lines tell its bytes and its dtype.
 
     ``lowering`` explains which lowering ``"auto"`` took. ``peak_budget`` and ``step_budget`` list the bytes of the step
     under that budget. A plan without them says why it has none. ``""`` gives an overview of the whole plan: each tensor
@@ -34,13 +36,17 @@ def explain(plan: Plan, tensor: str) -> list[str]:
         found = [site for site in plan.sites if str(getattr(site, name)) == tensor]
         if found:
             return [line for site in found for line in _site(plan, site)]
+    if inside := [site for site in plan.sites if site.module.startswith(f"{tensor}.")]:
+        return [line for site in inside for line in _site(plan, site)]
+    if saved := [row for row in plan.saved if row.tensor == tensor]:
+        return [_without_site(row) for row in saved]
     if tensor == "lowering":
         return [_NO_LOWERING] if plan.lowering is None else lowering_lines(plan.lowering)
     if tensor == "peak_budget":
         return [_NO_PEAK] if plan.peak_bytes is None else peak_lines(plan, plan.peak_bytes)
     if tensor == "step_budget":
         return [_NO_STEP] if plan.whole_step is None else step_lines(plan, plan.whole_step)
-    known = {s.tensor for s in plan.sites} | {s.module for s in plan.sites if s.module}
+    known = {s.tensor for s in plan.sites} | {s.module for s in plan.sites if s.module} | {s.tensor for s in plan.saved}
     raise PlanError(
         f"{tensor!r} is not a tensor or module of this plan{did_you_mean(tensor, sorted(known))}; plan.sites and the "
         "dump's texts list them"
@@ -124,6 +130,14 @@ def _site(plan: Plan, site: Site) -> list[str]:
     about = place(site.kind, f"site {site.id}", site.shape, site.module, site.source)
     head = f"{named(site.tensor, about)}: {site.stored_as}"
     return [one_line(head), *(f"  {one_line(reason)}" for reason in reasons(plan, site))]
+
+
+def _without_site(row: SavedTensor) -> str:
+    about = ", ".join(part for part in (row.module, row.source) if part)
+    return one_line(
+        f"{row.tensor}{f' ({about})' if about else ''}: {row.bytes:,} bytes in {row.format}, saved unchanged, since no "
+        "pass may round it: a mask, an index, a divisor, a statistic or log-softmax's result"
+    )
 
 
 def reasons(plan: Plan, site: Site) -> list[str]:

@@ -46,7 +46,8 @@ def _saved(plans: Sequence[Plan]) -> str:
         return "nothing is saved for backward" if counts and not known else ""
     totals = (sum(getattr(count, name) for count in known) for name in ("planned", "bf16", "fp32"))
     ours, bf16, float32 = _sizes(*totals)
-    return f"{ours} saved for backward (bf16 {bf16.partition(' ')[0]}, float32 {float32.partition(' ')[0]})"
+    same = "the same tensors in " if any(plan.peak_bytes is not None for plan in plans) else ""  # others are recomputed
+    return f"{ours} saved for backward ({same}bf16 {bf16.partition(' ')[0]}, float32 {float32.partition(' ')[0]})"
 
 
 def _peak(plans: Sequence[Plan]) -> str:
@@ -54,10 +55,11 @@ def _peak(plans: Sequence[Plan]) -> str:
     peaks = [plan.peak_bytes for plan in plans if plan.peak_bytes is not None]
     if not peaks:
         return ""
-    held = [(peak.planned if peak.compiled is None else peak.compiled, peak.room) for peak in peaks]
-    most, room = max(held, key=lambda sizes: sizes[0] / max(sizes[1], 1))
-    ours, whole = _sizes(most, room)
-    return f"{'predicted ' if peaks[0].compiled is None else ''}peak {ours.partition(' ')[0]} of {whole}"
+    held = [(peak.planned if peak.compiled is None else peak.compiled, peak.room, peak.high) for peak in peaks]
+    ours, whole, high = _sizes(*max(held, key=lambda sizes: sizes[0] / max(sizes[1], 1)))
+    predicted = "predicted " if peaks[0].compiled is None else ""
+    all_kept = f"{high.partition(' ')[0]} with everything kept in {plans[0].recipe.hi.name}"
+    return f"{predicted}peak {ours.partition(' ')[0]} of {whole} ({all_kept})"
 
 
 def _tensors(plans: Sequence[Plan]) -> str:

@@ -87,8 +87,6 @@ class _Reasons:
             yield COMPARED
         if tensor.kind != "param" and _is_statistic(node, tensor):
             yield STATISTIC
-        if node in self.in_loss:
-            yield LOSS
         yield from _unknown_readers(self.operators, node)
         if node in self.exponentiated:
             yield EXPONENTIATED
@@ -96,6 +94,8 @@ class _Reasons:
         op = self.operators.of_node.get(node)
         if op is not None and node in op.outputs and (entry := _entry(RESULTS, op)) is not None:
             yield _named(entry, op)
+        if node in self.in_loss:
+            yield LOSS
 
 
 def _entry(table: Mapping[str, HighReason], op: Operator) -> HighReason | None:

@@ -18,7 +18,7 @@ def is_wanted() -> bool:
 
 @dataclass
 class Progress:
-    """Logs each message, and after some seconds also shows it on a terminal. The time decides nothing else."""
+    """Logs each message for debugging, and after some seconds shows it on a terminal. The time decides nothing else."""
 
     quiet_s: float = 3.0
     _began: float = field(default_factory=time.monotonic)
@@ -26,7 +26,7 @@ class Progress:
 
     def show(self, message: str) -> None:
         """Log a message, and show it as `tick` does."""
-        log.info("%s", message)
+        log.debug("%s", message)
         self.tick(message)
 
     def tick(self, message: str) -> None:
