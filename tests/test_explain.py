@@ -72,7 +72,7 @@ def said(plan: Plan, tensor: str, kind: str = "output") -> list[str]:
 
 
 READ_BY_BACKWARD = "backward reads the stored copy; forward, and what leaves the graph, is the value itself"
-READ_BY_GEMMS_TOO = "backward reads the stored copy, and so do forward GEMMs, which multiply that format anyway"
+READ_BY_GEMMS_TOO = "backward reads the stored copy, and so does any forward GEMM, which multiplies that format anyway"
 ONE_VALUE = "every reader gets this one value: there is no second copy"
 UNREAD = "bf16 and not e4m3fn, since nobody would read a low copy: "
 LINES = {
@@ -177,6 +177,20 @@ def test_what_no_format_changes_is_counted_by_what_it_is(dropped):
     (mask,) = (row for row in dropped.saved if row.format == "bool")
     others = [replace(mask, format=dtype) for dtype in ("int64", "int8", "complex64")]
     assert line([replace(dropped, saved=(mask, *others))]).endswith("; 1 complex tensor, 2 integer tensors, 1 mask")
+
+
+def test_a_module_is_explained_with_all_that_is_inside_it(plan):
+    inside = [site.tensor for site in plan.sites if site.module.startswith("deep.")]
+    assert inside
+    assert [line.split(" ")[0] for line in explain(plan, "deep") if not line.startswith("  ")] == inside
+
+
+def test_a_tensor_that_is_saved_without_a_site_is_explained(plan):
+    names = {site.tensor for site in plan.sites}
+    row = next(row for row in plan.saved if row.tensor not in names)
+    (said,) = explain(plan, row.tensor)
+    assert said.startswith(f"{row.tensor} (")
+    assert f": {row.bytes:,} bytes in {row.format}, saved unchanged, since no pass may round it: " in said
 
 
 def test_a_plan_that_lists_no_tensors_says_so(plan):

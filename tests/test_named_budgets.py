@@ -139,9 +139,9 @@ def test_a_share_leaves_nothing_for_libraries_so_the_budget_named_for_it_does_no
 
 @pytest.mark.parametrize(("device", "trials"), [("cpu", 6), ("cuda", 2)])
 def test_a_graph_compiles_for_a_named_budget_so_often_at_most(
-    device: str, trials: int, monkeypatch: pytest.MonkeyPatch
+    device: str, trials: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Where no code fits, the error still names what the last trial held."""
+    """Where no code fits, the error still names what the last trial held. That it takes so long is told at once."""
 
     def out_of_reach(budget: int) -> fxprec.BudgetError:
         return fxprec.BudgetError.of_peak(f"{budget} bytes", "nothing fits", budget + 4096, "", [])
@@ -157,3 +157,5 @@ def test_a_graph_compiles_for_a_named_budget_so_often_at_most(
     named = enough.confirmed(out_of_reach(1 << 20), compiler, compile_graph)
     assert len(tried) == trials
     assert named.enough > tried[-1], "which was not enough"
+    told = f"fxprec: peak_budget {1 << 20} bytes is out of reach; compiling within 1.00 MiB"
+    assert capfd.readouterr().err.count(told) == 1

@@ -48,7 +48,7 @@ def load_digits() -> Digits:
     except ImportError:
         raise FxprecError(
             "the digits need scikit-learn, which is not installed; "
-            "run pip install 'fxprec[examples]', or leave them out with --only text"
+            "run pip install scikit-learn, or leave them out with --only text"
         ) from None
     found = datasets.load_digits()
     images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16

@@ -224,5 +224,5 @@ def _of_readers(plan: Plan, site: Site) -> list[str]:
         ]
     fmt = parse(site.format)
     if fmt == plan.recipe.hi and fmt.bits == 16 and fmt.torch_dtype is not None:
-        return ["backward reads the stored copy, and so do forward GEMMs, which multiply that format anyway"]
+        return ["backward reads the stored copy, and so does any forward GEMM, which multiplies that format anyway"]
     return ["backward reads the stored copy; forward, and what leaves the graph, is the value itself"]

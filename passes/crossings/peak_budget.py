@@ -20,7 +20,7 @@ from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.crossings.problem import Problem
 from fxprec.passes.crossings.progress import Progress
 from fxprec.passes.crossings.reserve import enough_for, reserved
-from fxprec.passes.notice import budget_text, hold_less, readable
+from fxprec.passes.notice import SMALLER_BATCH, budget_text, hold_less, readable
 from fxprec.plan.lines import place
 from fxprec.plan.rows import PeakBytes, PeakPoint
 
@@ -94,7 +94,8 @@ def _out_of_reach(budget: int, least: int, free: int, work: Work, fit: Fit, whol
     """Return the error. ``whole``: bytes of the peak with everything saved, 0 if other graphs have a part in it."""
     held = _Held(fit, work)
     enough = enough_for(least - budget + free, budget) if free else least
-    ways = [hold_less(sum(held.gradients.values()), fit.peak)]
+    goal, way = work.settings.peak_budget, hold_less(sum(held.gradients.values()), fit.peak)
+    ways = [] if way == SMALLER_BATCH and goal is not None and goal.is_share else [way]  # of a batch of any size
     if "recompute" not in work.settings.ways:
         ways.append("add 'recompute' to ways")
     if "narrow" not in work.settings.ways:
