@@ -243,6 +243,16 @@ class JointGraph:
         return max((i + 1 for i, desc in enumerate(descs) if descriptors.is_forward_output(desc)), default=0)
 
     @cached_property
+    def differentiated(self) -> frozenset[Node]:
+        """Return the forward outputs that backward gets a gradient of: neither counts nor updates of statistics."""
+        outputs = self.results[: self.num_forward_outputs]
+        descs = self.output.meta.get("desc")
+        if descs:
+            wanted = [getattr(descriptors.key(t.meta.get("desc"))[0], "output", None) for t in self.tangents]
+            outputs = [out for out, desc in zip(outputs, descs, strict=False) if descriptors.key(desc)[0] in wanted]
+        return frozenset(out for out in outputs if isinstance(out, Node))
+
+    @cached_property
     def has_table(self) -> bool:
         """Return whether this is the captured graph, rather than a graph nested in it or traced beside it."""
         return self._find_table() is not None

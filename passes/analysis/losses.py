@@ -13,32 +13,28 @@ from collections.abc import Iterable
 from torch.fx import Node
 
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import JointGraph, factors_of, value
+from fxprec.passes.analysis.joint import JointGraph, factors_of, tensor_of
 
 _LAYER, _LOSS = "layer", "loss"
 
 
 def leading_to_loss(joint: JointGraph) -> frozenset[Node]:
-    """Return the inputs and results that lead to an output of at most one dimension, and to no layer's matrix product.
+    """Return the inputs and results that lead to an output of at most one dimension with a gradient, and to no layer.
 
     A layer multiplies by a parameter, or by another input with a gradient. A matrix of similarities of two results
     belongs to the loss. A larger output is no end: it is returned, or goes on in the graph behind a graph break.
     """
     weights = _weights(joint)
+    losses = {out for out in joint.differentiated if tensor_of(out).ndim <= 1}
     ends: dict[Node, str] = {}
     for node in reversed([*joint.placeholders, *joint.forward_nodes()]):
         users = [user for user in node.users if user.op != "output" and not joint.in_backward(user)]
         found = {_LAYER if _is_layer(user, weights) else ends.get(user) for user in users}
         if _LAYER in found:
             ends[node] = _LAYER
-        elif _LOSS in found or (not users and node.op != "placeholder" and _is_small(node)):
+        elif _LOSS in found or node in losses:
             ends[node] = _LOSS
     return frozenset(node for node, end in ends.items() if end == _LOSS)
-
-
-def _is_small(node: Node) -> bool:
-    val = value(node)
-    return val is not None and val.ndim <= 1
 
 
 def _is_layer(node: Node, weights: frozenset[Node]) -> bool:
