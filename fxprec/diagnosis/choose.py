@@ -39,6 +39,8 @@ class Trial:
     """Share of elements that were low, averaged over steps and seeds."""
     promoted: float = 0.0
     """Number of promoted tensors, averaged over seeds."""
+    saved_bytes: float = 0.0
+    """Bytes saved for backward by all graphs, averaged over seeds; 0 if unknown."""
 
     @property
     def diverged(self) -> int:
@@ -123,15 +125,16 @@ class Choice:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield "low ratio  held low  promoted  score                 worse by"
+        yield "low ratio  held low  promoted  saved       score                 worse by"
         for trial in (self.reference, *self.trials):
             asked = "none" if trial.low_ratio is None else f"{trial.low_ratio:g}"
             score = f"{trial.score:.5g} ± {trial.deviation:.2g}"
             if trial.diverged:
                 score = f"{trial.diverged} of {len(trial.scores)} diverged"
+            saved = f"{trial.saved_bytes / 2**20:.3g} MiB" if trial.saved_bytes else ""
             mark = "" if trial is self.reference else f"{self.drop(trial):+.3g}"
             yield (
-                f"{asked:9}  {trial.mean_demoted_ratio:<8.4g}  {trial.promoted:<8.3g}  {score:20}  {mark}"
+                f"{asked:9}  {trial.mean_demoted_ratio:<8.4g}  {trial.promoted:<8.3g}  {saved:10}  {score:20}  {mark}"
                 f"{'  <- chosen' if trial is self.chosen else ''}"
             ).rstrip()
         if self.chosen is None:
@@ -184,7 +187,7 @@ def _checked(train: object, options: Mapping[str, Any], ratios: Sequence[float])
 
 
 def _trial(train: Train, options: Mapping[str, Any], asked: float, seeds: int) -> Trial:
-    scores, held, promoted = [], [], []
+    scores, held, promoted, saved = [], [], [], []
     for seed in range(seeds):
         backend = Backend(Config.from_options({**options, "low_ratio": asked}))
         scores.append(_run(train, backend, seed))
@@ -195,7 +198,8 @@ def _trial(train: Train, options: Mapping[str, Any], asked: float, seeds: int) -
             )
         held.append(backend.mean_demoted_ratio)
         promoted.append(sum(len(plan.promoted) for plan in backend.plans))
-    return Trial(asked, tuple(scores), fmean(held), fmean(promoted))
+        saved.append(sum(plan.saved_bytes.planned for plan in backend.plans if plan.saved_bytes is not None))
+    return Trial(asked, tuple(scores), fmean(held), fmean(promoted), fmean(saved))
 
 
 def _run(train: Train, backend: object, seed: int) -> float:

@@ -27,11 +27,14 @@ def choice(*trials: Trial, tolerance: float = 0.01, higher: bool = False) -> Cho
 
 def test_the_most_that_is_held_low_at_an_acceptable_drop_is_chosen() -> None:
     found = choice(
-        Trial(0.3, (1.0, 1.004), 0.3), Trial(0.6, (1.02, 1.0), 0.55), Trial(0.8, (1.03, 1.0), 0.7), tolerance=0.012
+        Trial(0.3, (1.0, 1.004), 0.3),
+        Trial(0.6, (1.02, 1.0), 0.55, saved_bytes=3 << 19),
+        Trial(0.8, (1.03, 1.0), 0.7),
+        tolerance=0.012,
     )
     assert found.chosen is found.trials[1], "worse by 0.01; the next by 0.015"
     assert found.recommended == {"recipe": "fp8", "low_ratio": 0.6}
-    assert "0.6        0.55      0         1.01 ± 0.014          +0.01  <- chosen" in str(found)
+    assert "0.6        0.55      0         1.5 MiB     1.01 ± 0.014          +0.01  <- chosen" in str(found)
 
 
 def test_promotions_decide_between_ratios_that_are_accepted() -> None:
@@ -95,6 +98,7 @@ def test_it_trains_at_each_ratio_and_takes_the_largest_that_does_no_harm(tmp_pat
     assert (high.mean_demoted_ratio, high.promoted) == (0, 0)
     assert 0.3 < low.mean_demoted_ratio < 1, "promotions took some of it"
     assert low.promoted > 0
+    assert 0 < low.saved_bytes < high.saved_bytes
     assert found.drop(high) < 0.05 < found.drop(low)
     assert found.recommended == SIMULATED | {"low_ratio": 0.0}
     assert len(lines) == 3
@@ -139,5 +143,5 @@ def test_the_command_prints_the_trials(tmp_path: Path) -> None:
         cli.app, ["choose", target, "--ratios", "0", "--seeds", "1", "--out", str(tmp_path / "o")]
     )
     assert found.exit_code == 0, found.output
-    assert "0          0         0         0.25 ± 0              -0.25  <- chosen" in found.output
+    assert "0          0         0                     0.25 ± 0              -0.25  <- chosen" in found.output
     assert json.loads((tmp_path / "o").read_text())["low_ratio"] == 0
