@@ -81,8 +81,7 @@ def test_stored_tensors_are_those_of_the_recipe_without_operands(examined: fxpre
     plain = fxprec.doctor(model, x, options={"recipe": "bf16", "formats": ("e4m3fn",), "reruns": 0})
     assert plain.gemms == ()
     rows = {row.site: row for row in examined.ranking}
-    output = rows.pop(max(rows))  # which the loss reads: beside rounded operands it is a part of the graph
-    assert output.tensor == "addmm_6"
+    assert "addmm_6" not in {row.tensor for row in rows.values()}, "the loss reads it: it keeps its dtype"
     assert {(row.site, row.tensor) for row in rows.values()} == {(row.site, row.tensor) for row in plain.ranking}
     damages = {row.site: row.damage for row in plain.ranking}
     assert {site: row.damage for site, row in rows.items()} == pytest.approx(damages, rel=0.2)  # of other probes
