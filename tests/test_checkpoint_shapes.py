@@ -6,7 +6,6 @@ PyTorch's tests of checkpointing have most of them; `benchmarks/yardsticks/pytor
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,24 +15,12 @@ import torch._dynamo.config
 import torch._inductor.config
 import torch.nn.functional as F
 from backend_helpers import compare, eager_backend
+from checkpointed import SIDE, Region, region, seeded, selective
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 aten = torch.ops.aten
-Region = Callable[[Tensor, Tensor], Any]
-SIDE = 16
-
-region = partial(checkpoint, use_reentrant=False)
-
-
-def selective(save: set[Any], rest: CheckpointPolicy = CheckpointPolicy.PREFER_RECOMPUTE) -> Callable[..., Any]:
-    """Return `checkpoint` with a policy that saves these operators."""
-
-    def chosen(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in save else rest
-
-    return partial(region, context_fn=partial(create_selective_checkpoint_contexts, chosen))
 
 
 def two_products(x: Tensor, w: Tensor) -> Tensor:
@@ -298,11 +285,6 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.made(self.first(x), self.weight)
-
-
-def seeded(model: nn.Module, x: Tensor) -> Any:
-    torch.manual_seed(1)
-    return model(x)
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # Dynamo does

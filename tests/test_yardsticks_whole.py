@@ -16,9 +16,21 @@ from torch import Tensor, nn
 from benchmarks import machine
 from benchmarks.yardsticks import dynamo_models, paritybench, table, torchbench, whole
 from benchmarks.yardsticks.__main__ import main
-from benchmarks.yardsticks.cells import FAILED, LEFT_OUT, PASSED, REFUSED, Cell, Row, against
+from benchmarks.yardsticks.cells import (
+    BY_INDUCTOR,
+    FAILED,
+    LEFT_OUT,
+    PASSED,
+    RECIPES,
+    REFUSED,
+    Cell,
+    Row,
+    against,
+    backend_of,
+)
 from benchmarks.yardsticks.kept import Kept, read, summary
 from benchmarks.yardsticks.products import ProductsInBf16
+from benchmarks.yardsticks.rounded_copies import rounded, save_in_e4m3fn
 from fxprec.passes.analysis import sensitive
 from fxprec.passes.compare_in_forward import CompareInForward
 
@@ -101,6 +113,14 @@ def test_a_model_that_cannot_take_three_steps_takes_one() -> None:
     assert len(reference.exact) == 1
 
 
+def test_the_columns_of_inductor_are_run_through_inductor() -> None:
+    """Column fp32 was run by the reference lowering, and its failures were compared with Inductor's."""
+    lowered = {column: backend_of(column).config.lowering for column in RECIPES}
+    assert {column for column, lowering in lowered.items() if lowering == "inductor"} == {"fp32", "compiled"}
+    assert set(BY_INDUCTOR) == {"fp32", "compiled"}
+    assert "Inductor compiles as without fxprec" in backend_of("fp32").summary()
+
+
 def test_torchbench_is_read_by_path(tmp_path: Path) -> None:
     lists, folder = tmp_path / "benchmarks" / "dynamo", tmp_path / "torchbenchmark" / "models" / "small"
     lists.mkdir(parents=True)
@@ -131,6 +151,8 @@ def test_a_wrong_gradient_is_found_and_named(monkeypatch: pytest.MonkeyPatch) ->
     assert row.cells["fp8"].verdict == FAILED
     assert "a gradient is off by" in row.cells["fp8"].detail
     assert row.cells["aot"].verdict == PASSED, "which runs where a recipe fails"
+    assert row.cells["fp8"].note.startswith("plain torch that saves in e4m3fn: a gradient is off by ")
+    assert 0.1 < float(row.cells["fp8"].note.split()[-1]) < 1, "plain torch compares rounded copies too"
 
 
 @pytest.mark.parametrize(
@@ -202,7 +224,7 @@ def test_what_the_tests_tolerance_cannot_judge_is_refused(
     monkeypatch.setattr(sys, "argv", given)
     with pytest.raises(SystemExit):
         main()
-    assert "fp8: the tests' tolerance has near, fp32" in capsys.readouterr().err
+    assert "fp8: the tests' tolerance has near, plain, fp32" in capsys.readouterr().err
 
 
 def test_the_lists_are_read_by_path_and_equal_blocks_are_cut(tmp_path: Path) -> None:
@@ -282,6 +304,19 @@ def test_where_autocast_refuses_a_model_products_in_bfloat16_are_the_bound() -> 
     assert reference.autocast.verdict == REFUSED
     assert all(2**-12 < error < 2**-6 for error in reference.bf16)
     assert reference.bounds("bf16")[1] == pytest.approx(3 * reference.bf16[1], rel=0.5)
+
+
+def test_saved_activations_are_rounded_and_weights_are_not() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    x, incoming = torch.randn(16, 8, requires_grad=True), torch.randn(16, 4)
+    hidden = layers[0](x).detach()
+    save_in_e4m3fn(layers)
+    layers(x).backward(incoming)
+    assert torch.equal(layers[1].weight.grad, incoming.mT @ rounded(hidden))
+    assert (rounded(hidden) - hidden).abs().max() <= 2**-4 * hidden.abs().max()
+    assert not torch.equal(rounded(hidden), hidden)
+    assert torch.equal(x.grad, incoming @ layers[1].weight @ layers[0].weight)
 
 
 def test_products_round_operands_and_results() -> None:

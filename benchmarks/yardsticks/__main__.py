@@ -5,7 +5,7 @@
     python -m benchmarks.yardsticks op_db               # every operator of torch's op_db
     python -m benchmarks.yardsticks op_db --only tanh linalg.inv
     python -m benchmarks.yardsticks op_db --sample 40   # drawn by a fixed seed
-    python -m benchmarks.yardsticks op_db --recipes fp32 compiled --keep op_db-inductor   # beside Inductor: 5 s each
+    python -m benchmarks.yardsticks op_db --recipes plain compiled --keep op_db-inductor   # fp8 through Inductor: 5 s each
     python -m benchmarks.yardsticks op_db --recipes mixed --keep op_db-mixed   # under autocast
     python -m benchmarks.yardsticks op_db --resume FILE FILE --keep NAME       # measures what these results lack
     python -m benchmarks.yardsticks module_db           # every module of torch's module_db, by the same rules
@@ -20,7 +20,7 @@ Whole models, and tests, of a checkout that is read where it lies:
     python -m benchmarks.yardsticks tests --checkout DIR --file test/nn/test_pooling.py
 
 Columns: plain torch in float32 (eager), `torch.autocast` in bfloat16, torch's own backends where they were run, fxprec's
-recipes by the reference lowering, and fp8 through Inductor (compiled); each operator, model or test passed, failed, or is refused in words. What is left out has no gradient in plain torch,
+recipes by the reference lowering (fp32 as plain), and fp32 and fp8 through Inductor (fp32, compiled); each operator, model or test passed, failed, or is refused in words. What is left out has no gradient in plain torch,
 or is wrong in torch's own backends. A result is written after each row. What a limit of ``--seconds`` ends is late. The criteria: `benchmarks/yardsticks/op_db.py`, `whole.py`, `pytorch_tests.py`. Exit code
 1 where something failed.
 """

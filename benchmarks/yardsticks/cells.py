@@ -14,13 +14,15 @@ BF16, E4M3FN = 2.0**-8, 2.0**-4
 FLOAT32, NEARLY = 2.0**-20, 2.0**-17
 OWN = 0.01  # float64 that is further from float32 is no reference
 RECIPES: dict[str, dict[str, Any]] = {
-    "fp32": {"recipe": "fp32"},
+    "fp32": {"recipe": "fp32", "lowering": "inductor"},  # plain Inductor, to the bit
+    "plain": {"recipe": "fp32"},
     "near": {"recipe": NEAR, "low_ratio": 1.0, "storage": "packed"},
     "bf16": {"recipe": "bf16"},
     "fp8": {"recipe": "fp8", "low_ratio": 1.0},
     "compiled": {"recipe": "fp8", "low_ratio": 1.0, "lowering": "inductor"},
 }
-BY_INDUCTOR = ("fp32", "compiled")
+BY_INDUCTOR = tuple(column for column, options in RECIPES.items() if options.get("lowering") == "inductor")
+IN_8_BITS = ("fp8", "compiled")
 BY_THE_REFERENCE = ("near", "bf16", "fp8")
 TORCHS = {"aot": "aot_eager_decomp_partition", "inductor": "inductor"}
 MIXED = "mixed"

@@ -3,8 +3,8 @@
 A step (`exercise`) is forward and backward under a fixed seed; the loss is a random projection of all outputs. The third
 of `STEPS` equal steps is judged, and the first is noted where it is beyond a bound. An error is relative, in the Euclidean norm; the largest of the outputs and the largest of the gradients are judged.
 
-**fp32** is what Inductor compiles, **inductor** the same without fxprec, and **near** the passes in formats of 18 and 22
-mantissa bits, by the reference lowering. Criterion: the error is float32's noise, ``NOISE`` times plain torch's own in float32 or that many times the
+**fp32** is recipe fp32 through Inductor, **inductor** Inductor alone, **plain** recipe fp32 by the reference lowering, and **near** the
+passes in formats of 18 and 22 mantissa bits, by the reference lowering. Criterion: the error is float32's noise, ``NOISE`` times plain torch's own in float32 or that many times the
 format's rounding of a factor.
 
 **bf16**: the error is at most ``TIMES`` that of `torch.autocast` in bfloat16 of the same module, or that many times

@@ -4,7 +4,7 @@ Any file: under ``PYTORCH_TEST_WITH_AOT_EAGER`` PyTorch compiles each test metho
 replaced. ``test/dynamo/test_activation_checkpointing.py``: its shapes of checkpointing, which ``_validate`` compiles with a
 backend that counts operators; ``_validate`` is given this backend, and what is written for ``"cuda"`` runs on the CPU.
 
-The recipe is near or fp32, the tolerance `TOLERANCE`. Near has copies of 22 mantissa bits and exact products here: one test takes
+The recipe is near, plain (fp32 by the reference lowering) or fp32, the tolerance `TOLERANCE`. Near has copies of 22 mantissa bits and exact products here: one test takes
 the cosine of products in the thousands, which 18 bits put beyond any tolerance. A test that fails is run again with
 torch's own ``aot_eager_decomp_partition``, or Inductor for fp32; what fails there too is left out.
 """
@@ -34,7 +34,7 @@ from benchmarks.yardsticks.exercise import SEED
 from fxprec import compat
 
 TOLERANCE = 1e-3
-COLUMNS = ("near", "fp32", *TORCHS)  # 16 and 8 bits are beyond the tolerance
+COLUMNS = ("near", "plain", "fp32", *TORCHS)  # 16 and 8 bits are beyond the tolerance
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Unsupported|Warning)\b.*")
 
 

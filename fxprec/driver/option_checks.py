@@ -18,8 +18,10 @@ from fxprec.config import Config, Settings
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.saved_state import Identity
 from fxprec.errors import ConfigError, FxprecWarning, PlanError
+from fxprec.passes.analysis.operators import source_of
 from fxprec.passes.notice import Notice, readable
 from fxprec.plan import Plan
+from fxprec.plan.lines import place
 from fxprec.runtime.cpu import compact
 
 LOCAL = frozenset(name for name in vars(Config) if name.startswith("dump"))  # options that may differ between ranks
@@ -79,10 +81,12 @@ def tell_of_no_effect(settings: Settings, log: EventLog, *, is_planned: bool) ->
 
 
 def tell_of_gradients_within(gm: GraphModule, log: EventLog) -> None:
-    """Warn if the captured graph contains the backward of `torch.func.grad`, which no plan covers."""
-    if next(compat.gradients_within(gm.graph), None) is not None:
+    """Warn if the captured graph contains a backward, of `torch.func.grad` or `backward()`, which no plan covers."""
+    node = next(compat.gradients_within(gm.graph), None)
+    if node is not None:
+        is_call = node.target is torch.autograd.grad  # of the user; that of torch.func.grad is a line of torch's
         log.tell(
-            "torch.func.grad",
+            place("torch.autograd.grad", source_of(node)) if is_call else "torch.func.grad",
             "its backward is in the same graph as its forward, and a plan decides what is held between two graphs: "
             "nothing that this backward reads is narrowed or recomputed; call backward() on what the compiled "
             "model returns",
