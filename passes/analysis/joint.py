@@ -244,13 +244,13 @@ class JointGraph:
 
     @cached_property
     def differentiated(self) -> frozenset[Node]:
-        """Return the forward outputs that backward gets a gradient of: neither counts nor updates of statistics."""
+        """Return the forward tensors that backward gets a gradient of: neither counts nor updates of statistics."""
         outputs = self.results[: self.num_forward_outputs]
         descs = self.output.meta.get("desc")
         if descs:
             wanted = [getattr(descriptors.key(t.meta.get("desc"))[0], "output", None) for t in self.tangents]
             outputs = [out for out, desc in zip(outputs, descs, strict=False) if descriptors.key(desc)[0] in wanted]
-        return frozenset(out for out in outputs if isinstance(out, Node))
+        return frozenset(out for out in outputs if isinstance(out, Node) and value(out) is not None)
 
     @cached_property
     def has_table(self) -> bool:
