@@ -40,7 +40,7 @@ def test_digits_lose_no_image_and_keep_their_labels():
 
 def test_missing_scikit_learn_is_one_line_with_the_way_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(FxprecError, match=r"pip install 'fxprec\[examples\]', or leave them out with --only text"):
+    with pytest.raises(FxprecError, match=r"run pip install scikit-learn, or leave them out with --only text"):
         data.load_digits()
 
 
