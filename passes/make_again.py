@@ -3,12 +3,14 @@
 A norm's result is an affine image of its input: (x - mean) * rstd * weight + bias, where all operands but x are small.
 If the input is saved for backward anyway, recomputing the result takes one pass of arithmetic, and its error comes from
 the input's copy. The same holds for an activation that is multiplied by another tensor (SwiGLU): the activation's own
-backward reads its input.
+backward reads its input. A saturating function (tanh, sigmoid, erf) of a multiple of the input, or of a cubic whose
+terms do not cancel, errs no more than the input's copy. So an activation that a model writes out, such as GELU by tanh,
+is recomputed as well.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import Graph, Node
@@ -28,6 +30,7 @@ from fxprec.passes.analysis.joint import (
     tensor_of,
     value,
 )
+from fxprec.passes.analysis.like_signed import like_signed
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.analysis.replay.kernels import is_square
 from fxprec.passes.base import Pass, Work
@@ -40,6 +43,7 @@ from fxprec.plan import Site
 # be larger, which does not matter to a product.
 _ACTIVATIONS = frozenset(map(str, having(Trait.GENTLE)))
 _AFFINE = having(Trait.AFFINE) | ops.CASTS
+_SATURATING = having(Trait.SATURATES)
 
 MADE_AGAIN = f"{UNREAD}: it is recomputed in backward from the stored copy of its input"
 
@@ -73,6 +77,8 @@ class _Copies:
             if chain is not None:
                 chains[q] = chain
                 self.work.book.leave_high(cast.row, MADE_AGAIN)
+                sites = self.work.book.sites
+                sites[cast.row] = replace(sites[cast.row], why=MADE_AGAIN)  # also where a copy would have been high
         for q, chain in reversed(chains.items()):  # a chain from a recomputed value goes first: it adds a reader there
             self._replace(graph, q, chain)
         if chains:
@@ -102,7 +108,7 @@ class _Copies:
         if self.work.given is not None and self.work.fits_peak:
             given = self.work.given.sites[site.id]
             return not given.way and given.reads == "all"
-        return self._source_bits(chain) >= parse(site.format).bits
+        return chain[-1].target in _SATURATING or self._source_bits(chain) >= parse(site.format).bits
 
     def _bears_activation(self, reader: Node) -> bool:
         """Return whether a reader of an activation tolerates its recomputation, and gains from it.
@@ -117,9 +123,11 @@ class _Copies:
 
     def _steps(self, node: Node, op: Operator) -> list[Node] | None:
         """Return the operator's nodes that compute ``node`` from stored and small values, ``node`` last, or None."""
+        is_activation = node in op.nodes and op.aten in _ACTIVATIONS and has_tag(node, torch.Tag.pointwise)
+        if node.target in _SATURATING and not is_activation:
+            return self._saturated(node)
         if node not in op.nodes:
             return self._shown(node)
-        is_activation = op.aten in _ACTIVATIONS and has_tag(node, torch.Tag.pointwise)
         if node.target not in _AFFINE and not is_activation:
             return None
         if is_square(node):
@@ -132,6 +140,13 @@ class _Copies:
                 return None
             steps += [step for step in before if step not in steps]
         return [*steps, node] if is_activation or len(large) == 1 else None
+
+    def _saturated(self, node: Node) -> list[Node] | None:
+        """Return the nodes that compute ``node`` if its argument is a like-signed polynomial of one stored value."""
+        argument = like_signed(node.args[0], lambda n: self._shown(n) is not None)
+        if argument is None or argument.source is None:
+            return None
+        return [*(self._shown(argument.source) or ()), *argument.nodes, node]
 
     def _shown(self, node: Node) -> list[Node] | None:
         """Return the views between a stored value and ``node``, which may show a part of it; else None."""

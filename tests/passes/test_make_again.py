@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import pytest
 import torch
 from models import Apply
@@ -51,11 +54,11 @@ class Gated(nn.Module):
 
 @pytest.mark.parametrize(
     ("activation", "is_made_again"),
-    [(nn.SiLU(), True), (nn.GELU(), True), (nn.Sigmoid(), False), (nn.Tanh(), False)],
-    ids=["silu", "gelu", "sigmoid", "tanh"],
+    [(nn.SiLU(), True), (nn.GELU(), True), (nn.Sigmoid(), True), (nn.Tanh(), True), (nn.Softsign(), False)],
+    ids=["silu", "gelu", "sigmoid", "tanh", "softsign"],
 )
 def test_an_activation_is_made_again_from_a_piece_of_what_is_stored(activation, is_made_again: bool):
-    """Not those that 8 bits would spoil: their own backward reads the result, which is stored in more."""
+    """Saturating ones, too, whose result would be stored in 16 bits: the piece is stored for the other factor."""
     torch.manual_seed(0)
     model, x = Gated(activation), torch.randn(32, 64)
     step = compiled(model, backend := eager_backend("fp8", low_ratio=1.0))
@@ -85,3 +88,36 @@ def test_a_square_is_stored_and_not_made_again(function, is_made_again: bool):
     model(x).sum().backward()
     wanted = model[-1].weight.grad
     assert float((found - wanted).norm() / wanted.norm()) < 0.0045
+
+
+WRITTEN_OUT = {
+    "gelu": (
+        lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0)))),
+        lambda x: F.gelu(x, approximate="tanh"),
+    ),
+    "silu": (lambda x: x * torch.sigmoid(x), F.silu),
+}
+
+
+@pytest.mark.parametrize("is_gate", [False, True], ids=["alone", "gate"])
+@pytest.mark.parametrize("name", list(WRITTEN_OUT))
+def test_an_activation_that_a_model_writes_out_saves_no_more_than_torchs_and_has_its_gradients(name, is_gate: bool):
+    found = []
+    for function in WRITTEN_OUT[name]:
+        torch.manual_seed(0)
+        activation = Apply(function)
+        model = Gated(activation) if is_gate else nn.Sequential(nn.Linear(64, 512), activation, nn.Linear(512, 64))
+        x, saved = torch.randn(256, 64), {}
+        with torch.autograd.graph.saved_tensors_hooks(partial(_noted, saved), lambda t: t):
+            result = compiled(model, eager_backend("fp8", low_ratio=1.0))(x)
+        result.square().sum().backward()
+        found.append((sum(saved.values()), [p.grad for p in model.parameters()]))
+    (saved, gradients), (wanted, references) = found
+    assert saved == wanted
+    for gradient, reference in zip(gradients, references, strict=True):
+        assert float((gradient - reference).norm() / reference.norm()) < (0.04 if is_gate else 1e-3)
+
+
+def _noted(saved: dict[int, int], x: torch.Tensor) -> torch.Tensor:
+    saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return x

@@ -59,6 +59,7 @@ class Trait(Flag):
     WRITES_NEW = auto()  # always writes a new tensor
     WRITES_NEW_OF_TWO = auto()  # writes a new tensor if both operands are computed
     HANDS_ON_VALUES = auto()  # casts, or guards inf and NaN: its result stands for its input's values
+    SATURATES = auto()  # a relative error of its argument moves its result and its slope by less than that error
     # For operators of a model:
     BEARS_ROUNDING = auto()  # its backward is linear in what it reads (products, norms, sums) or bounded
     GENTLE = auto()  # an activation of slope 1.2 at most
