@@ -56,6 +56,13 @@ class ChooseCrossings(Pass):
             _notice_wanted_blocks(work, {})
 
 
+_LIGHT = 1 / 16
+"""Time of a light operator in a loop, over that of moving its result. Plans under a peak budget take 1."""
+_PASSES = 32
+"""What a saved byte costs, in passes over memory: few bytes come first. Of two choices with as many the faster one is
+taken."""
+
+
 def _choose(work: Work) -> None:
     needs = needs_of(work)
     high = _read_high(needs)
@@ -63,9 +70,8 @@ def _choose(work: Work) -> None:
         low = tuple(form for form in forms if isinstance(form, Low))
         if low and node not in high:  # backward reads nothing but the low copy
             needs.forms[node] = low
-    rates = Rates.of(work.joint.device)
-    # A saved byte costs one pass over memory. Otherwise a value that is read low could be recomputed from a wide one.
-    price, inputs = 1 / rates.bytes_per_s, _inputs(work, needs)
+    rates = replace(Rates.of(work.joint.device), light=_LIGHT)
+    price, inputs = _PASSES / rates.bytes_per_s, _inputs(work, needs)
     problem = Problem(needs, rates, ("narrow",), price=price, inputs=inputs)
     share = work.memory_budget
     fit = Chooser(problem).unlimited if share == 1 else within_share(problem, share)

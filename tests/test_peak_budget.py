@@ -260,7 +260,7 @@ def routed(x: Tensor) -> Tensor:
 
 
 def test_what_forward_decided_is_not_decided_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cheapest_is_to_repeat(self: Problem, node: Any, size: int) -> float:
+    def cheapest_is_to_repeat(self: Problem, size: int, *, is_there: bool) -> float:
         return 1.0
 
     monkeypatch.setattr(Rates, "keeping", cheapest_is_to_repeat)

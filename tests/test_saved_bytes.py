@@ -223,10 +223,9 @@ class Indices(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
         largest, at = h.topk(16, -1)
-        positions = torch.arange(x.shape[0])
-        distance = ((positions[:, None] - positions[None, :]).abs() % 32).int()
+        bucket = torch.bucketize(h, torch.linspace(-1, 1, 31), out_int32=True)
         turned = torch.fft.ifft(torch.fft.fft(h) * torch.fft.fft(largest)).real
-        return self.second(turned + self.table(distance).mean(1)).gather(-1, at).masked_fill(h < 0, 0.0)
+        return self.second(turned + self.table(bucket).mean(1)).gather(-1, at).masked_fill(h < 0, 0.0)
 
 
 def test_indices_and_complex_numbers_count_as_saved() -> None:

@@ -33,7 +33,7 @@ class Terminal(io.StringIO):
 def backend() -> fxprec.Backend:
     torch.manual_seed(0)
     found = eager_backend(recipe="fp8", storage="native")
-    step = compiled(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), found)
+    step = compiled(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 8)), found)
     step(torch.randn(64, 8)).sum().backward()
     return found
 
@@ -101,8 +101,9 @@ def test_the_seconds_are_those_of_all_plans_that_were_tried(
     """A dropout's mask is in no prediction, so the first plan saves more than the budget."""
     clock = itertools.count(0, 10)  # seconds: each attempt begins and ends with a call
     monkeypatch.setattr(compilation, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    found = eager_backend(recipe="fp8", storage="native", activation_budget=80_000, low_ratio=None)
-    layers = nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
+    found = eager_backend(recipe="fp8", storage="native", activation_budget=108_000, low_ratio=None)
+    layers = [nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.5)]
+    layers.append(nn.Linear(64, 4))
     with caplog.at_level(logging.INFO, "fxprec"):
         compiled(nn.Sequential(*layers), found)(torch.randn(256, 16)).sum().backward()
     assert found.compile_reports[0].seconds == (20,)

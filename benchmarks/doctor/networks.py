@@ -67,18 +67,23 @@ class Language(nn.Module):
         return self.head(self.norm(x))
 
 
+class Hidden(nn.Linear):
+    """A linear layer and SiLU. What the layer computes is stored, and SiLU's result is recomputed from it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(super().forward(x))
+
+
 class Plain(nn.Module):
     """A multilayer perceptron."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third = nn.Linear(32, 96), nn.Linear(96, 96), nn.Linear(96, 96)
+        self.first, self.second, self.third = Hidden(32, 96), Hidden(96, 96), Hidden(96, 96)
         self.last = nn.Linear(96, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in (self.first, self.second, self.third):
-            x = F.silu(layer(x))
-        return self.last(x)
+        return self.last(self.third(self.second(self.first(x))))
 
 
 class Convolutions(nn.Module):
@@ -120,7 +125,7 @@ class Network:
     batch: Callable[[], tuple[Tensor, Tensor]]
     """Input and target."""
     loud: tuple[str, ...]
-    """Modules whose input may be scaled, and the result back."""
+    """Modules whose input may be scaled, and the result back: each stores what a layer within it computes."""
     loud_weights: tuple[str, ...]
     """Layers whose weights may be scaled: a norm behind them takes it back."""
     softmax: Mapping[str, str]
@@ -166,7 +171,7 @@ NETWORKS: Mapping[str, Network] = {
     "softmax": Network(
         lambda: Language(fused=False),
         _text,
-        ("layers.1.feed", "head"),
+        ("layers.1.feed", "layers.0.feed"),
         (),
         {"layers.1.attention.qkv": "layers.1.attention", "layers.0.attention.qkv": "layers.0.attention"},
     ),

@@ -70,8 +70,14 @@ def in_float32(operator: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def finite_exp(x: Tensor) -> Tensor:
+    """Return exp(x), at most half of the dtype's largest number. SiLU as x / (1 + exp(-x)) then has finite derivatives."""
+    return torch.exp(x.clamp(max=math.log(torch.finfo(x.dtype).max / 2)))
+
+
 _OWN: Mapping[object, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
+    aten.exp.default: finite_exp,
     prims.convert_element_type.default: convert,
     Rotate.target: rotated,
 }

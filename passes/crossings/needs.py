@@ -20,6 +20,7 @@ from fxprec.passes.analysis.saved_bytes import bytes_per_element
 from fxprec.passes.analysis.saved_values import is_repeated
 from fxprec.passes.analysis.ways import Form
 from fxprec.passes.base import Work
+from fxprec.passes.crossings.roundoff import amplification
 from fxprec.passes.forms.blocks import Blocks
 from fxprec.passes.forms.host import OnHost
 from fxprec.passes.forms.low import Low
@@ -48,6 +49,17 @@ class Needs:
     """The site of each value that has one."""
     peaks: dict[frozenset[tuple[Node, Form]], int] = field(default_factory=dict)
     """The peak of each choice that was replayed, by what it keeps: several searches come to the same choices."""
+    amplified: dict[Node, float] = field(default_factory=dict)
+    """By how much a recomputation of a value from 8-bit copies enlarges their rounding errors."""
+
+    def amplification(self, node: Node) -> float:
+        """Return by how much a recomputation of a value from 8-bit copies enlarges their rounding errors."""
+        if node not in self.amplified:
+            self.amplified[node] = amplification(node, self._may_be_low, self.step.undecoded)
+        return self.amplified[node]
+
+    def _may_be_low(self, node: Node) -> bool:
+        return any(isinstance(form, Low) for form in self.forms.get(node, ()))
 
 
 @dataclass

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from torch.fx import Node
 
 from fxprec.passes.analysis import regions
-from fxprec.passes.analysis.joint import tensor_of, value
-from fxprec.passes.analysis.replay.kernels import Kind, can_repeat, is_square, kind_of
+from fxprec.passes.analysis.joint import is_view_or_cast, readers, tensor_of, value
+from fxprec.passes.analysis.replay.kernels import Kind, can_repeat, kind_of, result_bytes
 from fxprec.passes.analysis.ways import FROM_EXACT, FROM_ROUNDED, LOW, Demand, Form, Recompute, Way
 from fxprec.passes.crossings.costs import Rates
 from fxprec.passes.crossings.needs import Needs
@@ -40,6 +40,7 @@ _REPLAYED = 200_000  # items of all choices that are replayed to lower a peak
 EXACT, ROUGHLY = 1e-3, 0.05
 """Relative optimality gaps: of the choice that is made, and of choices that are only reported."""
 _WHOLE = 1e-6
+_AMPLIFIED = 1.75  # most by which a recomputation may enlarge the errors of 8-bit copies
 _LITTLE = 1e-9  # seconds added to each way, so that among equal choices the one that does less wins
 
 Row = tuple[Mapping[int, float], float, float]
@@ -170,9 +171,19 @@ class Problem:
         yield from (form for form in self.needs.forms.get(node, ()) if form.options <= self._allowed)
         if can_repeat(node) and ("recompute" in self._allowed or kind_of(node) in _CHEAP):
             yield FROM_EXACT
-            # A square doubles a rounded operand's error, which is worth it only under a bound.
-            if not (self.price and is_square(node)):
+            if self._bears_rounded_sources(node):
                 yield FROM_ROUNDED
+
+    def _bears_rounded_sources(self, node: Node) -> bool:
+        """Return whether backward may read a value that is recomputed from rounded ones; under a bound always.
+
+        Not where backward compares it with a number: elements near that number would change sides, and each would gain
+        or lose its gradient. Nor where the recomputation enlarges rounding errors, as a square or a difference that
+        cancels does.
+        """
+        if not self.price or node not in self.needs.read_low:
+            return True  # of a value that backward does not read, what is recomputed from it decides
+        return node not in self.needs.step.compared and self.needs.amplification(node) <= _AMPLIFIED
 
     def demand(self, node: Node) -> Demand | None:
         """Return the demand that backward's own nodes have on a value, or None."""
@@ -225,11 +236,26 @@ class Problem:
 
     def _cost_of(self, node: Node, way: Way) -> float:
         if isinstance(way, Recompute):
-            return self.rates.running(node) + _LITTLE
+            written = self._operand_bytes(node) if self.price else 0
+            return self.rates.running(node) + self.rates.writing(written) + _LITTLE
         size = self.size(node, way)
         rounding = self.rates.rounding(node, way) if way.is_rounded else 0.0
         moving = self.moving(size) if way.is_on_host else self.price * size
-        return self.rates.keeping(node, size) + rounding + moving + _LITTLE
+        return self.rates.keeping(size, is_there=self._is_there(node, way)) + rounding + moving + _LITTLE
+
+    def _is_there(self, node: Node, form: Form) -> bool:
+        """Return whether a value is in memory anyway, as a library's kernel writes it, or reads it in forward."""
+        if kind_of(node) is Kind.FUSED:
+            read = (reader for _, reader in readers(node) if reader not in self.needs.step.backward_set)
+            return self.price > 0 and form.format is None and any(kind_of(reader) is Kind.EXTERN for reader in read)
+        return not self.price or form.format is None
+
+    def _operand_bytes(self, node: Node) -> int:
+        """Return the bytes that a recomputation writes to memory, since a library's kernel reads them in backward."""
+        step = self.needs.step
+        copies = [decoded for q in step.stored.get(node, ()) for decoded in q.users]
+        read = (pair for x in (node, *copies) for pair in readers(x, is_view_or_cast) if pair[1] in step.backward_set)
+        return max((result_bytes(operand) for operand, reader in read if kind_of(reader) is Kind.EXTERN), default=0)
 
     def moving(self, size: int) -> float:
         """Return the assumed seconds to move ``size`` bytes to the host and back, before `overlap` computes them."""
@@ -246,11 +272,35 @@ class Problem:
             for way in (FROM_EXACT, FROM_ROUNDED):
                 if (node, way) in self.columns:
                     for source in sorted(self.sources(node)):  # in a fixed order, so that ties break the same way
-                        yield self._serving(source, way.demand) | {self.columns[node, way]: -1.0}, 0.0, np.inf
+                        serving = self._serving(source, way.demand, kept=self._must_be_kept(source))
+                        yield serving | {self.columns[node, way]: -1.0}, 0.0, np.inf
 
-    def _serving(self, node: Node, demand: Demand | None) -> dict[int, float]:
-        """Return the columns of the ways that serve a demand; all columns if there is none."""
-        return {at: 1.0 for way, at in self._by_node[node].items() if demand is None or demand in way.serves}
+    def _must_be_kept(self, source: Node) -> bool:
+        """Return whether others are recomputed only from a kept copy of a value.
+
+        Without a bound there are no chains of values that backward reads. In a residual network each would be computed
+        from the one before, so all of them at the start of backward.
+        """
+        return self.price > 0 and self._is_read(source) and any(map(self._is_read, self._computed_from(source)))
+
+    def _is_read(self, node: Node) -> bool:
+        """Return whether backward reads a result that can be recomputed, a view or a cast left out."""
+        can_be = any(isinstance(way, Recompute) for way in self.ways(node))
+        return can_be and self.demand(node) is not None and not is_view_or_cast(node)
+
+    def _computed_from(self, node: Node) -> set[Node]:
+        """Return what a recomputation of a value may compute, up to values that backward reads."""
+        found, stack = set[Node](), [node]
+        while stack:
+            new = {n for n in self.sources(stack.pop()) if n in self._by_node} - found
+            found |= new
+            stack += (n for n in new if not self._is_read(n))
+        return found
+
+    def _serving(self, node: Node, demand: Demand | None, *, kept: bool = False) -> dict[int, float]:
+        """Return the columns of the ways that serve a demand, or all columns; ``kept``: of forms alone."""
+        ways = {way: at for way, at in self._by_node[node].items() if not (kept and isinstance(way, Recompute))}
+        return {at: 1.0 for way, at in ways.items() if demand is None or demand in way.serves}
 
     def solve(self, bounds: Sequence[Row], gap: float = EXACT) -> Ways | None:
         """Return the ways of least cost within ``bounds``, or None; ``gap`` is the relative distance allowed."""

@@ -116,7 +116,8 @@ def test_bytes_saved_fall_with_the_ratio() -> None:
 
     options = {"recipe": "fp8", "lowering": "eager"}
     high, low = fxprec.choose(step, options=options, ratios=(0.0, 1.0), seeds=1).trials
-    assert (low.saved_bytes, high.saved_bytes) == (64 * (16 + 32 + 32), 64 * (16 + 32 + 32) * 2)
+    stored = 64 * (16 + 32)  # the input and what the first layer computes; backward recomputes GELU's result
+    assert (low.saved_bytes, high.saved_bytes) == (stored, stored * 2)
 
 
 @pytest.mark.parametrize(

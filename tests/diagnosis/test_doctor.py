@@ -10,7 +10,7 @@ from torch import nn
 
 import fxprec
 from benchmarks.doctor import faults
-from benchmarks.doctor.networks import NETWORKS
+from benchmarks.doctor.networks import NETWORKS, Plain
 from fxprec.config.processor import PORTABLE
 from fxprec.diagnosis.doctor import Request, recorded
 from fxprec.diagnosis.rows import Row
@@ -78,10 +78,10 @@ def test_the_recommendation_can_be_pasted_and_holds_what_it_promises():
     model, x, loss = NETWORKS["plain"].make()
     faults.scaled_layer("plain", "second").change(model)
     found = fxprec.doctor(model, x, loss=loss, options={**PACKED, "tolerance": 0.05})
-    assert found.ranking[0].module == "second"
+    assert found.ranking[0].module == "second.inner"
     assert "overflow" in found.ranking[0].reason
     assert "e4m3fn ends at 448" in found.ranking[0].reason
-    assert found.recommended == {"recipe": "fp8", "storage": "packed", "keep_high": ("second",)}
+    assert found.recommended == {"recipe": "fp8", "storage": "packed", "keep_high": ("second.inner",)}
     planned, recommended = found.whole
     assert planned.measured > 0.1
     assert recommended.measured < 0.05
@@ -92,11 +92,13 @@ def test_the_recommendation_can_be_pasted_and_holds_what_it_promises():
 
 
 def test_a_scale_for_each_block_is_recommended_where_it_is_enough_and_saves_more():
+    """SiLU turns where its input is small, so its input needs small steps beside large elements. A GEMM does not."""
     model, x, loss = NETWORKS["plain"].make()
-    faults.scaled_layer("plain", "second").change(model)
+    model.second = faults.Loud(nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 96)))
     found = fxprec.doctor(
         model, x, loss=loss, options={"recipe": "fp8", "formats": ("int8", "int4"), "tolerance": 0.05}
     )
+    assert found.ranking[0].module == "second.inner.0"
     assert found.recommended == {"recipe": "fp8+int8"}
     assert "with a scale for each block" in found.advice.reason
     compiled = compiled_gradients(model, x, loss, found.recommended)
@@ -110,19 +112,35 @@ def test_where_hardly_anything_could_be_low_the_advice_is_to_stay_in_bf16(plain)
     found = fxprec.doctor(model, x, loss=loss, options={**PACKED, "tolerance": 3e-3, "reruns": 0})
     assert found.recommended == {"recipe": "bf16"}
     assert found.advice.reason.startswith("stay in bf16: gradients would be off by 0.0")
-    assert "only 16% of the bytes" in found.advice.reason
+    assert "only 0% of the bytes" in found.advice.reason
+
+
+class LoudOutside(Plain):
+    """Computes a tensor of another scale itself; the first layer takes it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing = nn.Parameter(faults.LOUD * torch.randn(32, 32))
+        self.first.weight.data.div_(faults.LOUD)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x @ self.mixing)
 
 
 @pytest.mark.filterwarnings("error")  # a pattern that matches nothing is a warning
 def test_the_outermost_module_itself_can_be_held_high(plain):
-    model, x, loss = plain
-    found = fxprec.doctor(model, x, loss=loss, options={**PACKED, "tolerance": 1e-2, "reruns": 0})
+    _, x, loss = plain
+    torch.manual_seed(0)
+    model = LoudOutside()
+    found = fxprec.doctor(model, x, loss=loss, options={**PACKED, "tolerance": 0.05, "reruns": 0})
+    assert (found.ranking[0].module, found.ranking[0].tensor) == ("", "mm")
+    assert found.whole[0].measured > 0.1
     assert found.recommended == {"recipe": "fp8", "storage": "packed", "keep_high": (".",)}
-    assert found.advice.predicted < 1e-2
+    assert found.advice.predicted < 0.05
     compiled = compiled_gradients(Subject.of(model, x, loss).fresh(), x, loss, found.recommended)
     exact = torch.autograd.grad(loss(model(x)), list(model.parameters()))
     owners = [name.rpartition(".")[0] for name, _ in model.named_parameters()]
-    assert Gradients.of(exact, owners).damage(compiled) < 1e-2
+    assert Gradients.of(exact, owners).damage(compiled) < 0.05
 
 
 def test_gradients_with_scales_and_reads_of_all_are_examined_too():
@@ -134,6 +152,18 @@ def test_gradients_with_scales_and_reads_of_all_are_examined_too():
         assert all(row.module in ("", "0", "1", "2") for row in found.ranking)
         assert found.whole[0].predicted == pytest.approx(found.whole[0].measured, rel=0.35)
         assert not any("scale is wrong" in row.reason for row in found.ranking)
+
+
+def test_a_function_whose_exponential_overflows_has_a_sensitivity():
+    """Backward recomputes SiLU as x / (1 + exp(-x)); below -88 its derivative is not inf / inf."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 4)), torch.randn(32, 8)
+    model[0].weight.data.mul_(100)
+    assert -448 < model[0](x).min().item() < -88
+    found = fxprec.doctor(model, x, options={"recipe": "fp8", "formats": ("e4m3fn",)})
+    assert {row.tensor for row in found.ranking} == {"args.0", "addmm"}
+    for check in (*found.checks, *found.whole):
+        assert check.predicted == pytest.approx(check.measured, rel=0.25)
 
 
 class Checkpointed(nn.Module):

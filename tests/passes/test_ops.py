@@ -17,7 +17,7 @@ from fxprec.ir.operators.names import collected, existing, row
 ROOT = Path(fxprec.__file__).parent
 FOLDERS = [*(ROOT / name for name in ("passes", "runtime")), *(p for p in ROOT.iterdir() if not p.is_symlink())]
 TABLE_FOLDER = ROOT / "ir" / "operators"
-CODE = {"_COMPARED", "_REWRITES", "EXPRESSIONS", "REDUCTIONS", "IMPLEMENTATIONS"}
+CODE = {"_COMPARED", "_OWN", "_REWRITES", "EXPRESSIONS", "REDUCTIONS", "IMPLEMENTATIONS"}
 """What passes and lowering write in the place of each operator: code, beside which the operators stand."""
 MOST_PAIRS = 15
 

@@ -23,17 +23,17 @@ VIEWS = (
     _view("view _unsafe_view", Moves.SHAPE),
     _view("squeeze squeeze.dim squeeze.dims unsqueeze", Moves.RANK),
     _view("permute transpose.int t", Moves.ORDER),
-    _view("expand", Moves.SPREAD, Trait.NONE, Cost.FUSED),
+    _view("expand", Moves.SPREAD, Trait.NONE, Cost.LIGHT),
     _view("slice.Tensor select.int", Moves.PART),
     _view("split.Tensor split_with_sizes unbind.int", Moves.PARTS),
     _view("as_strided", Moves.STRIDED),
-    _view("clone contiguous", Moves.COPY, cost=Cost.FUSED),
+    _view("clone contiguous", Moves.COPY, cost=Cost.LIGHT),
     _view(
         "reshape _reshape_alias lift_fresh_copy lift_fresh diagonal unfold narrow chunk flatten.using_ints"
         " unflatten.int movedim.int swapaxes expand_as view_as ravel swapdims numpy_T matrix_H mT mH",
         Moves.OTHER,
     ),
-    _view("_to_copy prims.convert_element_type", None, Trait.CAST | Trait.PASSES_SCALE, Cost.FUSED),
+    _view("_to_copy prims.convert_element_type", None, Trait.CAST | Trait.PASSES_SCALE, Cost.LIGHT),
 )
 
 MOVED = (
@@ -68,8 +68,8 @@ WRITTEN = (
         traits=Trait.PASSES_SCALE,
     ),
     row("index_fill.int_Scalar", fills_at=3, hands_on="first"),
-    row("masked_fill.Scalar", terms=_WRITES_2, fills_at=2, hands_on="any", traits=_FILLS),
-    row("masked_fill.Tensor", terms=_WRITES_2, hands_on="any", traits=_FILLS),
+    row("masked_fill.Scalar", terms=_WRITES_2, fills_at=2, hands_on="any", traits=_FILLS, cost=Cost.LIGHT),
+    row("masked_fill.Tensor", terms=_WRITES_2, hands_on="any", traits=_FILLS, cost=Cost.LIGHT),
 )
 
 _CHOICE: Terms = ((1,), (2,))
@@ -80,11 +80,25 @@ CHOSEN = (
         terms=_CHOICE,
         hands_on="any",
         traits=Trait.PASSES_SCALE | Trait.SELECTS | Trait.WRITES_NEW | Trait.MASKS,
-        cost=Cost.FUSED,
+        cost=Cost.LIGHT,
     ),
-    row("where.ScalarSelf", terms=_CHOICE, fills_at=1, hands_on="any", traits=Trait.PASSES_SCALE | Trait.SELECTS),
-    row("where.ScalarOther", terms=_CHOICE, fills_at=2, hands_on="any", traits=Trait.PASSES_SCALE | Trait.SELECTS),
-    row("where.Scalar", terms=_CHOICE, traits=Trait.PASSES_SCALE),
+    row(
+        "where.ScalarSelf",
+        terms=_CHOICE,
+        fills_at=1,
+        hands_on="any",
+        traits=Trait.PASSES_SCALE | Trait.SELECTS,
+        cost=Cost.LIGHT,
+    ),
+    row(
+        "where.ScalarOther",
+        terms=_CHOICE,
+        fills_at=2,
+        hands_on="any",
+        traits=Trait.PASSES_SCALE | Trait.SELECTS,
+        cost=Cost.LIGHT,
+    ),
+    row("where.Scalar", terms=_CHOICE, traits=Trait.PASSES_SCALE, cost=Cost.LIGHT),
 )
 
 CONSTANT = (

@@ -26,9 +26,11 @@ class Moves(Enum):
 
 
 class Cost(Enum):
-    """What Inductor makes of an operator that torch does not tag as pointwise. No entry: a kernel of a library."""
+    """What Inductor makes of an operator. Without an entry it makes a loop of what torch tags as pointwise, and calls a
+    library's kernel for all else."""
 
     FUSED = auto()  # part of the loop of the operator that reads it
+    LIGHT = auto()  # the same, in a few instructions an element; ``exp`` takes many
     REDUCED = auto()  # a loop whose result is written to memory
 
 

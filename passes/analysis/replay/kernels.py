@@ -46,7 +46,8 @@ class Kind(Enum):
 
 
 _REDUCED = those(lambda spec: spec.cost is Cost.REDUCED)
-_FUSED = those(lambda spec: spec.cost is Cost.FUSED)
+_FUSED = those(lambda spec: spec.cost in (Cost.FUSED, Cost.LIGHT))
+LIGHT = those(lambda spec: spec.cost is Cost.LIGHT)
 HEAVY = having(Trait.HEAVY)
 
 

@@ -1,0 +1,105 @@
+"""What backward recomputes without a budget, and what it does not: squares, masks, chains of residual blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import Apply
+from one_pass import run_pass
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.nn import functional as F
+
+from fxprec.passes.analysis.joint import is_backward
+from tests.helpers import compiled, eager_backend
+
+
+def saved(function: Callable[[Tensor], Tensor], width: int = 64) -> set[str]:
+    """The tensors that the network of two layers around a function saves in 8 bits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, width), Apply(function), nn.Linear(64, 16))
+    compiled(model, backend := eager_backend("fp8", low_ratio=1.0))(torch.randn(128, 48)).sin().sum().backward()
+    return {s.tensor for s in backend.plans[0].sites if s.format == "e4m3fn" and s.kind == "output"}
+
+
+@pytest.mark.parametrize(
+    ("function", "operand"),
+    [
+        (F.gelu, None),
+        (lambda x: x * torch.sigmoid(x), None),
+        (F.relu, "relu"),
+        (lambda x: x.square(), "pow_1"),
+        (lambda x: x - torch.tanh(x), "sub"),
+    ],
+    ids=["gelu", "silu", "relu", "square", "difference"],
+)
+def test_the_second_layers_operand_is_stored_where_a_recomputation_would_spoil_it(function, operand: str | None):
+    found = saved(function)
+    assert (operand in found) if operand else found == {"args.0", "addmm"}
+
+
+def test_of_a_gated_layer_the_two_factors_are_stored() -> None:
+    assert saved(lambda x: F.silu(x[:, :64]) * x[:, 64:], 128) == {"args.0", "addmm"}
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(4, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3, padding=1)
+        )
+        nn.init.normal_(self.layers[1].bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def test_the_mask_of_a_relu_is_that_of_forward() -> None:
+    """A norm's result computed from 8 bits has another sign in 1 % of places, each of which would change its gradient."""
+    torch.manual_seed(0)
+    model, x = Convolved(), torch.randn(8, 4, 16, 16)
+    compiled(model, eager_backend("fp8", low_ratio=1.0))(x).sin().sum().backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(x).sin().sum().backward()
+    for gradient, p in zip(found, model.parameters(), strict=True):
+        if p.grad.norm() > 1e-3:  # not the bias before a norm
+            assert float((gradient - p.grad).norm() / p.grad.norm()) < 0.04
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.norm(self.convolution(x)))
+
+
+def recomputed(target: object, model: nn.Module, x: Tensor) -> list[Node]:
+    nodes = run_pass("choose-crossings", model, x, recipe="bf16").nodes(target)
+    return [node for node in nodes if is_backward(node)]
+
+
+def behind(node: Node) -> set[Node]:
+    """The backward nodes that a backward node is computed from."""
+    found, stack = set[Node](), [node]
+    while stack:
+        new = {n for n in stack.pop().all_input_nodes if is_backward(n)} - found
+        found |= new
+        stack += new
+    return found
+
+
+def test_a_residual_block_is_not_recomputed_from_the_one_before() -> None:
+    """Else backward would compute all of them first, and hold each until its own block."""
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), *(Residual() for _ in range(4)), nn.Conv2d(8, 4, 3, padding=1))
+    found = recomputed(torch.ops.aten.relu.default, model, torch.randn(4, 4, 16, 16))
+    assert not any(behind(relu) & set(found) for relu in found)
+
+
+def test_a_norm_between_two_convolutions_is_recomputed_in_bf16() -> None:
+    layers = nn.Conv2d(4, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3, padding=1)
+    assert len(recomputed(torch.ops.aten.relu.default, nn.Sequential(*layers), torch.randn(4, 4, 16, 16))) == 1
