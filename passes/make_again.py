@@ -77,8 +77,8 @@ class _Copies:
             if chain is not None:
                 chains[q] = chain
                 self.work.book.leave_high(cast.row, MADE_AGAIN)
-                sites = self.work.book.sites
-                sites[cast.row] = replace(sites[cast.row], why=MADE_AGAIN)  # also where a copy would have been high
+                if site.why and chain[-1].target in _SATURATING:  # the reason why a copy would have been high
+                    self.work.book.sites[cast.row] = replace(self.work.book.sites[cast.row], why=MADE_AGAIN)
         for q, chain in reversed(chains.items()):  # a chain from a recomputed value goes first: it adds a reader there
             self._replace(graph, q, chain)
         if chains:

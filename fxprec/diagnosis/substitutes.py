@@ -71,7 +71,7 @@ def in_float32(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def finite_exp(x: Tensor) -> Tensor:
-    """Return exp(x), at most half of the dtype's largest number. SiLU as x / (1 + exp(-x)) then has finite derivatives."""
+    """Return exp(x), at most half of the dtype's largest number: x / (1 + exp(-x)) then has finite derivatives."""
     return torch.exp(x.clamp(max=math.log(torch.finfo(x.dtype).max / 2)))
 
 

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import is_view_or_cast, readers, tensor_of, value
-from fxprec.passes.analysis.replay.kernels import Kind, can_repeat, kind_of, result_bytes
+from fxprec.passes.analysis.replay.kernels import Kind, can_repeat, is_square, kind_of, result_bytes
 from fxprec.passes.analysis.ways import FROM_EXACT, FROM_ROUNDED, LOW, Demand, Form, Recompute, Way
 from fxprec.passes.crossings.costs import Rates
 from fxprec.passes.crossings.needs import Needs
@@ -100,7 +100,9 @@ class Problem:
     """Whether copies to host memory are assumed to overlap with kernels in full. False: not at all."""
     effort: Effort = field(default_factory=Effort)
     price: float = 0.0
-    """Seconds that each saved byte on the device costs, if no bound limits the bytes."""
+    """Seconds that each saved byte on the device costs, if no peak budget limits the bytes."""
+    is_bounded: bool = True
+    """Whether a budget bounds the bytes: a recomputation may then enlarge errors, and be the source of others."""
     inputs: Collection[Node] = ()
     """Inputs that backward keeps alive only if a value is recomputed from them. Otherwise the caller may free them."""
 
@@ -175,13 +177,15 @@ class Problem:
                 yield FROM_ROUNDED
 
     def _bears_rounded_sources(self, node: Node) -> bool:
-        """Return whether backward may read a value that is recomputed from rounded ones; under a bound always.
+        """Return whether backward may read a value that is recomputed from rounded ones; within a budget mostly.
 
         Not where backward compares it with a number: elements near that number would change sides, and each would gain
         or lose its gradient. Nor where the recomputation enlarges rounding errors, as a square or a difference that
         cancels does.
         """
-        if not self.price or node not in self.needs.read_low:
+        if self.is_bounded:
+            return not (self.price and is_square(node))
+        if node not in self.needs.read_low:
             return True  # of a value that backward does not read, what is recomputed from it decides
         return node not in self.needs.step.compared and self.needs.amplification(node) <= _AMPLIFIED
 
@@ -236,7 +240,7 @@ class Problem:
 
     def _cost_of(self, node: Node, way: Way) -> float:
         if isinstance(way, Recompute):
-            written = self._operand_bytes(node) if self.price else 0
+            written = 0 if self.is_bounded else self._operand_bytes(node)
             return self.rates.running(node) + self.rates.writing(written) + _LITTLE
         size = self.size(node, way)
         rounding = self.rates.rounding(node, way) if way.is_rounded else 0.0
@@ -247,8 +251,10 @@ class Problem:
         """Return whether a value is in memory anyway, as a library's kernel writes it, or reads it in forward."""
         if kind_of(node) is Kind.FUSED:
             read = (reader for _, reader in readers(node) if reader not in self.needs.step.backward_set)
-            return self.price > 0 and form.format is None and any(kind_of(reader) is Kind.EXTERN for reader in read)
-        return not self.price or form.format is None
+            return (
+                not self.is_bounded and form.format is None and any(kind_of(reader) is Kind.EXTERN for reader in read)
+            )
+        return self.is_bounded or form.format is None
 
     def _operand_bytes(self, node: Node) -> int:
         """Return the bytes that a recomputation writes to memory, since a library's kernel reads them in backward."""
@@ -278,10 +284,10 @@ class Problem:
     def _must_be_kept(self, source: Node) -> bool:
         """Return whether others are recomputed only from a kept copy of a value.
 
-        Without a bound there are no chains of values that backward reads. In a residual network each would be computed
+        Without a budget there are no chains of values that backward reads. In a residual network each would be computed
         from the one before, so all of them at the start of backward.
         """
-        return self.price > 0 and self._is_read(source) and any(map(self._is_read, self._computed_from(source)))
+        return not self.is_bounded and self._is_read(source) and any(map(self._is_read, self._computed_from(source)))
 
     def _is_read(self, node: Node) -> bool:
         """Return whether backward reads a result that can be recomputed, a view or a cast left out."""

@@ -205,7 +205,7 @@ class Sensitive(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         h = self.norm(self.enter(x))
         parts = [
-            getattr(torch, name)(h * (2 + i))
+            getattr(torch, name)(h * (2 + i) + 1)  # of a multiple alone, backward would recompute a tanh or a sigmoid
             for i, name in enumerate(("tanh", "sigmoid", "exp", "expm1", "sin", "cos"))
         ]
         parts += [
