@@ -76,7 +76,6 @@ def test_recipe_fp32_under_a_peak_budget_recomputes_and_has_the_same_bits(tmp_pa
     found = outputs_and_gradients(copy.deepcopy(model), x, backend=budgeted)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     (plan,) = budgeted.plans
-    assert plan.saved_bytes.planned <= plain.plans[0].saved_bytes.planned
     assert "recompute" in {site.way for site in plan.sites}
     assert plan.peak_bytes is not None
     assert plan.peak_bytes.planned <= plan.peak_bytes.budget < plan.peak_bytes.high
