@@ -24,10 +24,10 @@ class Rates:
     flop_per_s: float
     host_bytes_per_s: float = 5e9
     """Rate of copies to host memory, and of copies back."""
-    light: float = 1.0
-    """Seconds of a light operator in a loop, over those of moving its result."""
     call_s: float = 1e-6
     """Seconds of the device between a kernel and a copy to host memory that follows it."""
+    light: float = 1.0
+    """Seconds of a light operator in a loop, over those of moving its result."""
 
     @classmethod
     def of(cls, device: torch.device) -> Rates:
@@ -36,7 +36,7 @@ class Rates:
         if gpu is None:
             return _CPU
         costs = gemm_costs.costs_of(gpu)
-        return cls(costs.bytes_per_s, costs.bf16_flop_per_s, costs.host_bytes_per_s, costs.launch_s)
+        return cls(costs.bytes_per_s, costs.bf16_flop_per_s, costs.host_bytes_per_s, call_s=costs.launch_s)
 
     def running(self, node: Node) -> float:
         """Return the seconds of running a node.

@@ -155,7 +155,7 @@ def test_equal_layers_share_their_kernels(monkeypatch: pytest.MonkeyPatch) -> No
             pretend(patch, 90)
             code = "".join(inductor_code(gm, name) for gm, name in zip(halves, ("forward", "backward"), strict=True))
         assert not re.search(r"tl\.load\(in_ptr\d+ \+ \([1-9]", code), "no place is written into a kernel"
-        assert len(places(code)) > 2 * layers, "different rows"
+        assert len(places(code)) > layers, "different rows: a layer stores one copy"
         return code.count("async_compile.triton(")
 
     assert abs(kernels(4) - kernels(2)) <= 2
