@@ -70,12 +70,9 @@ def _choose(work: Work) -> None:
         low = tuple(form for form in forms if isinstance(form, Low))
         if low and node not in high:  # backward reads nothing but the low copy
             needs.forms[node] = low
-    share, rates = work.memory_budget, Rates.of(work.joint.device)
-    is_bounded = share != 1
-    price = (1 if is_bounded else _PASSES) / rates.bytes_per_s
-    rates = rates if is_bounded else replace(rates, light=_LIGHT)
-    inputs = _inputs(work, needs)
-    problem = Problem(needs, rates, ("narrow",), price=price, is_bounded=is_bounded, inputs=inputs)
+    rates, inputs = replace(Rates.of(work.joint.device), light=_LIGHT), _inputs(work, needs)
+    price, share = _PASSES / rates.bytes_per_s, work.memory_budget
+    problem = Problem(needs, rates, ("narrow",), price=price, is_bounded=False, inputs=inputs)
     fit = Chooser(problem).unlimited if share == 1 else within_share(problem, share)
     rewrite = Rewrite(work, needs, fit)
     rewrite.rewrite()

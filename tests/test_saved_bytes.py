@@ -178,7 +178,7 @@ def saved_held(budget: int) -> int:
 
 
 def test_a_budget_is_used_although_the_prediction_is_too_high() -> None:
-    """Backward computes some of what is counted again; 8 groups of 11 were low where 3 are enough."""
+    """Backward computes some of what is counted again. Before plans were made anew all 11 groups would be low for it."""
     low, saved = demoted(low_ratio=0.4)
     also_low, also_saved = demoted(low_ratio=None, activation_budget=saved)
     assert low <= also_low <= low + 2

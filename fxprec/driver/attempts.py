@@ -29,13 +29,13 @@ class SavedAttempts:
         self.settings, self.log = settings, log
         self.fixed = 0  # bytes saved beyond the prediction for the counted tensors
         self._saved: list[int] = []  # bytes, of each plan above the budget
-        self._corrections = 2  # attempts left for plans that are within the budget but predicted too much
+        self._corrections = 4  # attempts left for plans that are within the budget but predicted too much
         self._told = 0  # bytes last reported for a given or promoted plan above the budget
 
     def hold(self, predicted: int, saved: int) -> bool:
         """Return whether ``saved`` bytes are accepted; if not, add the difference to the prediction to ``fixed``.
 
-        A plan that predicted too much makes more tensors low than necessary, so two such plans are refused too. Raises
+        A plan that predicted too much makes more tensors low than necessary, so four such plans are refused too. Raises
         `BudgetError` if a plan saves no less than an earlier one, or if `SAVED_ATTEMPTS` plans were above the budget.
         """
         budget = self.settings.activation_budget

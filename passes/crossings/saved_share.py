@@ -16,15 +16,17 @@ from fxprec.passes.crossings.problem import Problem, Row, Ways
 def within_share(free: Problem, share: float) -> Fit:
     """Return the fastest choice within ``share`` of the bytes that ``free`` saves; else the choice of fewest bytes.
 
-    Repeated nodes may read any input of the graph: inputs do not count as saved, as in torch.
+    Repeated nodes may read any input of the graph: inputs do not count as saved, as in torch. Here a saved byte costs
+    one pass over memory, and each operator as long as moving its result.
     """
-    problem = replace(free, allowed=(*free.allowed, "recompute"), inputs=())
+    rates, ways = replace(free.rates, light=1.0), (*free.allowed, "recompute")
+    problem = replace(free, rates=rates, allowed=ways, price=1 / rates.bytes_per_s, is_bounded=True, inputs=())
     most = share * _saved(free, Chooser(free).unlimited.ways)
-    ways = problem.solve([_row(problem, most)])
-    if ways is None:
-        ways = replace(problem, price=1.0).solve([])
-    assert ways is not None, "what backward needs can be kept"
-    return Chooser(problem).replayed(ways)
+    found = problem.solve([_row(problem, most)])
+    if found is None:
+        found = replace(problem, price=1.0).solve([])
+    assert found is not None, "what backward needs can be kept"
+    return Chooser(problem).replayed(found)
 
 
 def _saved(problem: Problem, ways: Ways) -> int:
