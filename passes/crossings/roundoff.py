@@ -19,7 +19,7 @@ from fxprec.compat import unset_fake_temporarily
 from fxprec.ir.operators import Moves, moving_as
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import numel_hint, tensor_of, value
-from fxprec.passes.analysis.replay.kernels import Kind, kind_of
+from fxprec.passes.analysis.replay.kernels import Kind, can_repeat, kind_of
 from fxprec.passes.casts.stored import STATISTIC
 
 _PARTS = moving_as(Moves.PART, Moves.PARTS) | {operator.getitem}
@@ -61,7 +61,7 @@ class _Chain:
         shown = self._shown(node)
         key = (shown, str(node.args[1:])) if shown is not node else node  # parts have elements of their own
         if key not in self.pairs:
-            is_leaf = self.is_source(shown) or kind_of(shown) not in _LOOPS
+            is_leaf = self.is_source(shown) or not _is_elementwise(shown)
             self.pairs[key] = self._leaf(node, self.is_source(shown)) if is_leaf else self._operator(node)
         return self.pairs[key]
 
@@ -86,7 +86,7 @@ class _Chain:
         return elements, elements * (1 + _ERROR * signs) if is_source else elements
 
     def _operator(self, node: Node) -> tuple[Tensor, Tensor]:
-        if kind_of(node) not in _LOOPS:
+        if not _is_elementwise(node):
             raise ValueError(f"{node.target} is not elementwise")
         pairs = [self._pair(n) for n in node.all_input_nodes]
         if node.target in ops.VIEWS or node.target in ops.CASTS or node.target in ops.COPIES:
@@ -107,3 +107,9 @@ class _Chain:
         if result.shape != (_ELEMENTS,):
             raise ValueError(f"{node.target} is not elementwise")
         return result
+
+
+def _is_elementwise(node: Node) -> bool:
+    """Return whether a node is one of torch's own operators that loops compute, the same each time."""
+    namespace = getattr(node.target, "namespace", "")
+    return kind_of(node) in _LOOPS and can_repeat(node) and namespace in ("aten", "prims")

@@ -88,3 +88,27 @@ def test_a_chain_of_a_thousand_operators_is_not_estimated() -> None:
         return x
 
     assert of(chain, X) == math.inf
+
+
+def test_nothing_is_drawn_from_torchs_generator() -> None:
+    graph = make_fx(lambda x: x * torch.rand_like(x) + torch.dropout(x, 0.5, True))(X).graph
+    (result,) = next(iter(reversed(graph.nodes))).all_input_nodes
+    state = torch.get_rng_state()
+    assert amplification(result, lambda n: n.op == "placeholder", lambda n: n) < math.inf
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_operator_of_the_users_own_is_not_called() -> None:
+    called: list[int] = []
+
+    @torch.library.custom_op("fxprec_test::counted", mutates_args=())
+    def counted(x: Tensor) -> Tensor:
+        called.append(1)
+        return x + 1
+
+    torch.library.register_fake("fxprec_test::counted", torch.empty_like)
+    graph = make_fx(lambda x: 2 * counted(x), tracing_mode="fake")(X).graph
+    called.clear()
+    (result,) = next(iter(reversed(graph.nodes))).all_input_nodes
+    assert amplification(result, lambda n: n.op == "placeholder", lambda n: n) < 1
+    assert not called
