@@ -101,14 +101,17 @@ def test_nothing_is_drawn_from_torchs_generator() -> None:
 def test_an_operator_of_the_users_own_is_not_called() -> None:
     called: list[int] = []
 
-    @torch.library.custom_op("fxprec_test::counted", mutates_args=())
     def counted(x: Tensor) -> Tensor:
         called.append(1)
         return x + 1
 
-    torch.library.register_fake("fxprec_test::counted", torch.empty_like)
-    graph = make_fx(lambda x: 2 * counted(x), tracing_mode="fake")(X).graph
-    called.clear()
-    (result,) = next(iter(reversed(graph.nodes))).all_input_nodes
-    assert amplification(result, lambda n: n.op == "placeholder", lambda n: n) < 1
+    name = "fxprec_test::counted"
+    with torch.library._scoped_library("fxprec_test", "DEF") as library:
+        library.define("counted(Tensor x) -> Tensor", tags=(torch.Tag.pointwise,))
+        library.impl("counted", counted, "CPU")
+        torch.library.register_fake(name, torch.empty_like, lib=library)
+        graph = make_fx(lambda x: 2 * torch.ops.fxprec_test.counted(x), tracing_mode="fake")(X).graph
+        called.clear()
+        (result,) = next(iter(reversed(graph.nodes))).all_input_nodes
+        assert amplification(result, lambda n: n.op == "placeholder", lambda n: n) == 0, "its result is not rounded"
     assert not called
