@@ -73,31 +73,13 @@ WRITTEN = (
 )
 
 _CHOICE: Terms = ((1,), (2,))
+_CHOOSES = Trait.PASSES_SCALE | Trait.SELECTS
+_WHERE = _CHOOSES | Trait.WRITES_NEW | Trait.MASKS
 
 CHOSEN = (
-    row(
-        "where.self",
-        terms=_CHOICE,
-        hands_on="any",
-        traits=Trait.PASSES_SCALE | Trait.SELECTS | Trait.WRITES_NEW | Trait.MASKS,
-        cost=Cost.LIGHT,
-    ),
-    row(
-        "where.ScalarSelf",
-        terms=_CHOICE,
-        fills_at=1,
-        hands_on="any",
-        traits=Trait.PASSES_SCALE | Trait.SELECTS,
-        cost=Cost.LIGHT,
-    ),
-    row(
-        "where.ScalarOther",
-        terms=_CHOICE,
-        fills_at=2,
-        hands_on="any",
-        traits=Trait.PASSES_SCALE | Trait.SELECTS,
-        cost=Cost.LIGHT,
-    ),
+    row("where.self", terms=_CHOICE, hands_on="any", traits=_WHERE, cost=Cost.LIGHT),
+    row("where.ScalarSelf", terms=_CHOICE, fills_at=1, hands_on="any", traits=_CHOOSES, cost=Cost.LIGHT),
+    row("where.ScalarOther", terms=_CHOICE, fills_at=2, hands_on="any", traits=_CHOOSES, cost=Cost.LIGHT),
     row("where.Scalar", terms=_CHOICE, traits=Trait.PASSES_SCALE, cost=Cost.LIGHT),
 )
 
