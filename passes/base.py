@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from torch.fx import Node
+
 from fxprec.config import Settings
 from fxprec.config.operands import Product
 from fxprec.config.settings import PeakBudget
@@ -81,6 +83,7 @@ class Work:
     fixed_bytes: int = 0  # bytes saved for backward beyond those predicted for the counted tensors
     may_exceed_budget: bool = False  # True: the driver checks the activation budget after the partition instead
     damage: dict[int, float] | None = None  # counted tensor's id -> measured damage, for policy "exact"
+    comparisons: set[Node] = field(default_factory=set)  # compare-in-forward: with numbers, backward may repeat them
     operators = Filled[Operators]("recover-operators")
     grouped = Filled[Grouped]("group-tensors")
     assignment = Filled[Assignment]("assign-precision")

@@ -37,7 +37,6 @@ from fxprec.passes.crossings.saved_share import within_share
 from fxprec.passes.forms.blocks import Blocks
 from fxprec.passes.forms.low import Low
 from fxprec.passes.forms.own import Own
-from fxprec.passes.forms.stage import Stage
 from fxprec.passes.notice import Notice, readable
 
 
@@ -74,10 +73,9 @@ def _choose(work: Work) -> None:
     price, share = _PASSES / rates.bytes_per_s, work.memory_budget
     problem = Problem(needs, rates, ("narrow",), price=price, is_bounded=False, inputs=inputs)
     fit = Chooser(problem).unlimited if share == 1 else within_share(problem, share)
-    rewrite = Rewrite(work, needs, fit)
-    rewrite.rewrite()
+    Rewrite(work, needs, fit).rewrite()
     work.has_crossings = True
-    _record_blocks(work, needs, rewrite.stage)
+    _record_blocks(work, needs, fit)
     _record_copies(work, needs, fit)
 
 
@@ -96,13 +94,13 @@ WHY_RECOMPUTED = f"{UNREAD}: it is recomputed in backward, which takes less time
 WHY_KEPT = f"{UNREAD}: backward reads the value itself as well"
 
 
-def _record_blocks(work: Work, needs: Needs, stage: Stage) -> None:
+def _record_blocks(work: Work, needs: Needs, fit: Fit) -> None:
     """Write into the sites which values are stored in blocks, or why they are not."""
     sites = work.book.sites
     for node, row in needs.rows.items():
-        form, why = stage.kept.get(node), needs.refused.get(node, "")
+        form, why = fit.replay.kept.get(node), needs.refused.get(node, "")
         if isinstance(form, Blocks):
-            sites[row] = replace(sites[row], saved_as=form.saved_as(node, stage))
+            sites[row] = replace(sites[row], saved_as=form.format.name)
         elif why and not sites[row].why:
             sites[row] = replace(sites[row], why=why)
     _notice_wanted_blocks(work, {row: needs.refused.get(node, "") for node, row in needs.rows.items()})

@@ -5,9 +5,9 @@ The sum itself stays in float32. If the model or its autocast converts the gradi
 is summed. Such a graph is left as it is: for a table of positions, autocast sums the float32 gradient beside the
 conversion.
 
-A ReLU's mask is treated in the same way. In a recomputed region backward compares ReLU's result with 0, and the next
-GEMM multiplies that result in bfloat16. The bfloat16 copy is 0 where the result is 0. The float32 result would be
-written for the mask alone.
+A ReLU's mask is treated in the same way. ReLU's result is compared with 0, and the next GEMM multiplies that result in
+bfloat16. The bfloat16 copy is 0 where the result is 0. The float32 result would be written for the mask alone: in
+forward, where the mask is packed, or in the backward of a recomputed region.
 """
 
 from __future__ import annotations
@@ -44,10 +44,20 @@ class SumNarrow(Pass):
             if work.joint.in_backward(wide):
                 if not _is_traced(narrow):
                     _read_by_sums(graph, wide, narrow)
-            elif regions.is_marked_recompute(wide) and not is_backward(narrow):
-                for shown, mask in list(readers(wide, lambda user: user.target in ops.ALIASES)):
-                    if mask.target in _COMPARISONS and argument(mask, 1) == 0 and is_backward(mask):
-                        mask.replace_input_with(shown, narrow)
+            elif not is_backward(narrow):
+                _read_by_masks(work, wide, narrow)
+
+
+def _read_by_masks(work: Work, wide: Node, narrow: Node) -> None:
+    """Let comparisons of ``wide`` with 0 that backward reads compare ``narrow``, behind which they move."""
+    for shown, mask in list(readers(wide, lambda user: user.target in ops.ALIASES)):
+        if mask.target not in _COMPARISONS or argument(mask, 1) != 0:
+            continue
+        if is_backward(mask) and regions.is_marked_recompute(wide):
+            mask.replace_input_with(shown, narrow)
+        elif mask in work.comparisons and all(map(is_backward, mask.users)):
+            mask.replace_input_with(shown, narrow)
+            narrow.append(mask)
 
 
 def _is_traced(conversion: Node) -> bool:

@@ -20,16 +20,18 @@ from fxprec.ir.symbolic import (
     KeepCodes,
     KeepNonfinite,
     Observe,
+    PackBits,
     Quantize,
     Rescale,
     Rotate,
     TensorScale,
+    UnpackBits,
     is_in_blocks,
     stored_dtype,
 )
 from fxprec.kernels.counts import Ln
 from fxprec.kernels.layout import SideBySide
-from fxprec.numerics import block_codec, eden, hadamard
+from fxprec.numerics import bits, block_codec, eden, hadamard
 from fxprec.numerics.blocks import find_blocks
 from fxprec.numerics.formats import E4M3FN_NAN, E5M2, Format, kept_codes, parse
 from fxprec.numerics.reference import (
@@ -208,5 +210,7 @@ Damage.implement(damage)
 Count.implement(counts)
 Histogram.implement(histogram)
 InMemory.implement(in_memory)
+PackBits.implement(bits.packed)
+UnpackBits.implement(bits.unpacked)
 SideBySide.implement(side_by_side)
 Ln.implement(ln)

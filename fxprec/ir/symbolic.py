@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
-from fxprec.ir.calls import Call, FakeCall, Size
+from fxprec.ir.calls import Call, FakeCall, Size, Sizes
+from fxprec.numerics.bits import packed_shape
 from fxprec.numerics.blocks import BlockFormat, find
 from fxprec.numerics.formats import Format
 from fxprec.numerics.stats import CARRIED as CARRIED
@@ -204,6 +205,19 @@ class Rescale(Call, op="rescale", fake=lambda call: torch.empty_like(call.g)):
     row: int
 
 
+class PackBits(Call, op="pack_bits", fake=lambda call: call.x.new_empty(packed_shape(call.x.shape), dtype=torch.uint8)):
+    """Pack booleans into bytes, one bit each (`fxprec.numerics.bits`); ``x`` is in memory order."""
+
+    x: Node
+
+
+class UnpackBits(Call, op="unpack_bits", fake=lambda call: call.q.new_empty(call.shape, dtype=torch.bool)):
+    """Return the booleans of ``shape`` that `PackBits` packed."""
+
+    q: Node
+    shape: Sizes
+
+
 class InMemory(Call, op="in_memory", fake=lambda call: torch.empty_like(call.x)):
     """Copy a tensor into its own buffer.
 
@@ -285,6 +299,8 @@ class Damage(_Observed, op="damage", fake=lambda call: call.grad.new_empty(2, dt
 QUANTIZE = Quantize.target
 DEQUANTIZE = Dequantize.target
 TENSOR_SCALE = TensorScale.target
+PACK_BITS = PackBits.target
+UNPACK_BITS = UnpackBits.target
 KEEP_NONFINITE = KeepNonfinite.target
 KEEP_CODES = KeepCodes.target
 RESCALE = Rescale.target

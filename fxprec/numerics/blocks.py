@@ -169,8 +169,6 @@ NAMED: dict[str, BlockFormat] = {
 
 _ALIASES = {"mxfp8": "mxfp8_e4m3", "mxfp6": "mxfp6_e2m3"}
 _CANONICAL = {fmt: name for name, fmt in NAMED.items()}
-SIGNS = BlockFormat(Integer(1), 1024, "bf16")
-"""The format of a mask of elements above 0: it holds 0 and 1 exactly."""
 WHOLE_BITS = 8
 """Bits from which a block format is accurate enough wherever backward reads 8 bits, and is rounded to nearest."""
 _SYNTAX = re.compile(r"(int(?P<bits>\d)|(?P<element>[^/]+))/(?P<block>\d{1,5}):(?P<scale>\w+)(?P<tensor>\*?)")

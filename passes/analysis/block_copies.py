@@ -8,11 +8,11 @@ import torch
 from torch.fx import Node
 
 from fxprec.ir.symbolic import Dequantize
-from fxprec.numerics.blocks import SIGNS, WHOLE_BITS, BlockFormat, Integer, find_blocks
+from fxprec.numerics.blocks import WHOLE_BITS, BlockFormat, Integer, find_blocks
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import is_view_or_cast, readers, shape_text, tensor_of
-from fxprec.passes.analysis.signs import is_compared_with_0, readers_testing_above_0
+from fxprec.passes.analysis.signs import is_compared_with_0
 from fxprec.passes.analysis.unbiased import Order
 from fxprec.passes.base import Work
 from fxprec.plan import Site
@@ -47,22 +47,18 @@ class Refusals:
         if any(isinstance(size, torch.SymInt) for size in val.shape):
             return f"its shape {shape_text(val)} is dynamic, and blocks are counted when the graph is compiled"
         reads = [x for x, _ in Dequantize.among(q.users)]
-        above_0 = {reader for read in reads for _, reader in readers_testing_above_0(read)}
-        has_mask = above_0 and not is_exact
-        size = fmt.num_bytes(val.numel()) + (SIGNS.num_bytes(val.numel()) if has_mask else 0)
+        size = fmt.num_bytes(val.numel())
         if size >= val.numel() * (self.work.settings.recipe.hi.bits // 8 if is_exact else 1):
             return f"its {val.numel()} elements take {size} bytes in it, which saves nothing"
         if is_exact:
             is_compared = any(is_compared_with_0(read) for read in reads)
             return "backward tests its sign, and a block's scale may round it to 0" if is_compared else None
-        biased = self._biased_by(reads, fmt, above_0)
+        biased = self._biased_by(reads, fmt)
         return None if biased is None else self._also_read_by(biased)
 
-    def _biased_by(self, reads: list[Node], fmt: BlockFormat, exempt: set[Node]) -> Node | None:
-        """Return a reader that does not tolerate errors, if possible in the backward of an operator of the model.
-
-        Readers in ``exempt`` are not considered.
-        """
+    def _biased_by(self, reads: list[Node], fmt: BlockFormat) -> Node | None:
+        """Return a reader that does not tolerate errors, if possible in the backward of an operator of the model."""
+        exempt = set[Node]()
         first = biased = self.order.biased_by(reads, fmt.bits, exempt)
         while biased is not None and biased not in self.work.operators.of_backward_node:
             exempt = {*exempt, biased}

@@ -46,6 +46,16 @@ def tensor_of(node: Node) -> torch.Tensor:
     return val
 
 
+def is_dense(val: torch.Tensor) -> bool:
+    """Return whether a tensor's elements fill its memory, each place once, in any order of its dimensions."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(val))
+
+
+def memory_order(val: torch.Tensor) -> list[int]:
+    """Return a dense tensor's dimensions from slowest to fastest in memory."""
+    return list(range(val.ndim)) if val.is_contiguous() else sorted(range(val.ndim), key=lambda d: -val.stride()[d])
+
+
 def input_at(node: Node, position: int) -> Node:
     """Return the argument at ``position``. Fails an assertion if the argument is not a node."""
     arg = node.args[position]

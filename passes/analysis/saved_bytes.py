@@ -15,8 +15,18 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.config.recipes import Recipe
-from fxprec.ir.symbolic import AS_STORED, DEQUANTIZE, QUANTIZE, TENSOR_SCALE, TRANSPOSED, Quantize, is_in_blocks
+from fxprec.ir.symbolic import (
+    AS_STORED,
+    DEQUANTIZE,
+    PACK_BITS,
+    QUANTIZE,
+    TENSOR_SCALE,
+    TRANSPOSED,
+    Quantize,
+    is_in_blocks,
+)
 from fxprec.kernels.host import WaitOffload
+from fxprec.numerics.bits import BIT, IN_A_BYTE, Bit
 from fxprec.numerics.blocks import AnyFormat, BlockFormat
 from fxprec.numerics.formats import NAMED, Format
 from fxprec.passes.analysis.inputs import GraphInput
@@ -95,8 +105,10 @@ def bytes_per_element(fmt: Format) -> int:
     return 1 if fmt.bits <= 8 else 2 if fmt.bits <= 16 else 4
 
 
-def stored_bytes(fmt: AnyFormat | None, val: torch.Tensor) -> int:
+def stored_bytes(fmt: AnyFormat | Bit | None, val: torch.Tensor) -> int:
     """Return the bytes of a tensor's copy in ``fmt``, scales of blocks included; None: in the tensor's own dtype."""
+    if isinstance(fmt, Bit):
+        return numel_hint(val) // IN_A_BYTE
     if isinstance(fmt, BlockFormat):
         return fmt.num_bytes(numel_hint(val))
     return bytes_of(val) if fmt is None else numel_hint(val) * bytes_per_element(fmt)
@@ -114,10 +126,9 @@ def as_partitioned(plan: Plan, forward: Graph, num_outputs: int, inputs: Sequenc
     backward reads the others.
     """
     joint = JointGraph(forward, inputs)
-    in_blocks = set[int]()  # rows stored in blocks
     on_host = {WaitOffload.of(node).x for node in WaitOffload.nodes(forward)}
     saved = tuple(
-        replace(_saved_tensor(node, plan, joint, in_blocks), on_host=node in on_host)
+        replace(_saved_tensor(node, plan, joint), on_host=node in on_host)
         for node in _saved_storages(forward, num_outputs)
     )
     groups = tuple(_with_saved(group, [row for row in saved if row.group == group.id]) for group in plan.groups)
@@ -138,15 +149,16 @@ def _on_device(row: SavedTensor) -> int:
     return 0 if row.on_host else row.bytes
 
 
-def _saved_tensor(node: Node, plan: Plan, joint: JointGraph, in_blocks: set[int]) -> SavedTensor:
-    """Return the plan's row of one storage; ``in_blocks`` has the sites whose elements an earlier row has counted."""
+def _saved_tensor(node: Node, plan: Plan, joint: JointGraph) -> SavedTensor:
+    """Return the plan's row of one storage."""
     cast, size = Quantize.match(node), bytes_of(tensor_of(node))
     site = plan.sites[cast.row] if cast is not None and cast.row > AS_STORED else None
     source = _copied(node)
     given = joint.describe(source) if source.op == "placeholder" else None
-    elements = _elements(node, in_blocks) if _holds_floats(node) else 0
+    elements = _elements(node) if _holds_floats(node) else 0
     is_parameter = given is not None and given.kind == "param"
-    fp32 = 0 if is_parameter else 4 * elements if _holds_floats(node) else size
+    whole = bytes_of(tensor_of(source)) if node.target is PACK_BITS else size
+    fp32 = 0 if is_parameter else 4 * elements if _holds_floats(node) else whole
     return SavedTensor(
         tensor=site.tensor if site is not None else source.name if given is None else given.name,
         module=site.module if site is not None else module_of(source) if given is None else given.module,
@@ -161,7 +173,9 @@ def _saved_tensor(node: Node, plan: Plan, joint: JointGraph, in_blocks: set[int]
 
 
 def _format_of(node: Node) -> str:
-    """Return the format of a storage that no cast wrote, ``bf16`` or ``bool``; a transposed copy has its codes'."""
+    """Return the format of a storage that no cast wrote, ``bf16`` or ``bit``; a transposed copy has its codes'."""
+    if node.target is PACK_BITS:
+        return BIT.name
     if node.target is TRANSPOSED and (cast := Quantize.match(node.all_input_nodes[0])) is not None:
         return cast.format
     dtype = tensor_of(node).dtype
@@ -201,18 +215,12 @@ def _holds_floats(node: Node) -> bool:
     return tensor_of(node).dtype.is_floating_point or node.target in (QUANTIZE, TRANSPOSED)
 
 
-def _elements(node: Node, in_blocks: set[int]) -> int:
-    """Return the elements of the tensor that a storage has; a tensor's scale has none.
-
-    A tensor in blocks counts once, even if its mask of signs is stored beside it.
-    """
+def _elements(node: Node) -> int:
+    """Return the elements of the tensor that a storage has; a tensor's scale has none."""
     cast = Quantize.match(node)
-    if cast is None or not is_in_blocks(cast.format):
-        return 0 if node.target is TENSOR_SCALE else numel_hint(tensor_of(node))
-    if cast.row in in_blocks:
-        return 0
-    in_blocks.add(cast.row)
-    return numel_hint(tensor_of(cast.x))
+    if cast is not None and is_in_blocks(cast.format):
+        return numel_hint(tensor_of(cast.x))
+    return 0 if node.target is TENSOR_SCALE else numel_hint(tensor_of(node))
 
 
 def _copied(node: Node) -> Node:
@@ -221,4 +229,4 @@ def _copied(node: Node) -> Node:
     return node
 
 
-_COPIES = (QUANTIZE, DEQUANTIZE, TRANSPOSED, CONVERT)
+_COPIES = (QUANTIZE, DEQUANTIZE, TRANSPOSED, CONVERT, PACK_BITS)

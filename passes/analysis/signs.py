@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from fxprec.ir.operators import Trait, having
-from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import argument, is_backward, is_view_or_cast, readers
+from fxprec.passes.analysis.joint import argument, is_view_or_cast, readers
 
 TESTS_ABOVE = having(Trait.TESTS_ABOVE)
 TESTS_BELOW = having(Trait.TESTS_BELOW)
@@ -25,14 +24,3 @@ def bounds(read: Node) -> set[tuple[object, float]]:
 def is_compared_with_0(read: Node) -> bool:
     """Return whether backward compares a copy with 0."""
     return any(bound == 0 for _, bound in bounds(read))
-
-
-def tests_above_0(reader: Node) -> bool:
-    """Return whether a node tests which elements are above 0, or which are not."""
-    return reader.target in TESTS_ABOVE and argument(reader, 1) == 0
-
-
-def readers_testing_above_0(read: Node) -> list[tuple[Node, Node]]:
-    """Return (the copy or an alias, reader) for each backward node that only tests whether the copy is above 0."""
-    found = [(read, user) for user in read.users if is_backward(user) and tests_above_0(user)]
-    return found + [pair for user in read.users if user.target in ops.ALIASES for pair in readers_testing_above_0(user)]

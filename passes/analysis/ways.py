@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch.fx import Node
 
+from fxprec.numerics.bits import Bit
 from fxprec.numerics.blocks import AnyFormat
 from fxprec.passes.analysis.replay.kernels import Kind
 from fxprec.passes.analysis.saved_bytes import stored_bytes
@@ -57,7 +58,7 @@ class Form(ABC):
     """The demands that a value in this form serves."""
     counted: ClassVar[str]
     """The words for values in this form in the plan's note, after their number."""
-    format: AnyFormat | None
+    format: AnyFormat | Bit | None
     """The format of the copy, or the row's format if the copy has none; None: the value itself is kept."""
     error: ClassVar[float | None] = None
     """Relative error, root mean square, of the value that backward reads; None: that of ``format``."""

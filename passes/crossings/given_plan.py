@@ -8,7 +8,6 @@ from dataclasses import replace
 from torch.fx import Node
 
 from fxprec.errors import PlanError
-from fxprec.passes.analysis.replay.kernels import can_repeat
 from fxprec.passes.analysis.replay.replay import Replay
 from fxprec.passes.analysis.ways import Demand, Form
 from fxprec.passes.base import GivenPeak, Work
@@ -36,7 +35,7 @@ def as_given(work: Work, needs: Needs, given: GivenPeak) -> tuple[Fit, PeakBytes
             kept[node] = own
     replay = Replay(needs.step, kept)
     for node, _ in replay.repeated:
-        if node not in needs.step.decoded and not can_repeat(node):
+        if node not in needs.step.decoded and not needs.can_repeat(node):
             raise PlanError(
                 f"the given plan leaves out {node.name}, which backward needs and which cannot be recomputed; give "
                 "its site the way 'keep', or plan again"

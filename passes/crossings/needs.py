@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
 
 from fxprec.config.config import BLOCK_WAYS
-from fxprec.numerics.blocks import WHOLE_BITS, BlockFormat, find_blocks
+from fxprec.numerics.blocks import BlockFormat, find_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.block_copies import Refusals, wanted_block_formats
 from fxprec.passes.analysis.joint import tensor_of, value
 from fxprec.passes.analysis.replay.casts import CastKernels
-from fxprec.passes.analysis.replay.kernels import Kind, kind_of
+from fxprec.passes.analysis.replay.kernels import Kind, can_repeat, kind_of
 from fxprec.passes.analysis.replay.step import Step
 from fxprec.passes.analysis.saved_bytes import bytes_per_element
 from fxprec.passes.analysis.saved_values import is_repeated
 from fxprec.passes.analysis.ways import Form
 from fxprec.passes.base import Work
 from fxprec.passes.crossings.roundoff import amplification
+from fxprec.passes.forms.bits import Bits
 from fxprec.passes.forms.blocks import Blocks
 from fxprec.passes.forms.host import OnHost
 from fxprec.passes.forms.low import Low
@@ -35,12 +37,14 @@ class Needs:
     read_high: set[Node] = field(default_factory=set)
     """Values that backward reads as they are, or that 8 bits would spoil."""
     read_low: set[Node] = field(default_factory=set)
-    """Values of which backward reads a low copy."""
+    """Values of which backward reads a low copy, and comparisons with a number, which it may repeat on such a copy."""
     forms: dict[Node, tuple[Form, ...]] = field(default_factory=dict)
     """The forms in which each value may be kept."""
     forced: dict[Node, Form] = field(default_factory=dict)
     """Values that must be kept, with the form: a region's inputs and what its policy saves, values that a rounded copy
     would spoil, and copies in the format that the recipe or a given plan names."""
+    comparisons: Collection[Node] = ()
+    """Comparisons with a number that backward may repeat on a kept copy of the value."""
     read_as_it_is: set[Node] = field(default_factory=set)
     """Values of which backward reads the value itself, not a copy."""
     refused: dict[Node, str] = field(default_factory=dict)
@@ -57,6 +61,10 @@ class Needs:
         if node not in self.amplified:
             self.amplified[node] = amplification(node, self._may_be_low, self.step.undecoded)
         return self.amplified[node]
+
+    def can_repeat(self, node: Node) -> bool:
+        """Return whether backward may compute a node again."""
+        return node in self.comparisons or can_repeat(node)
 
     def _may_be_low(self, node: Node) -> bool:
         return any(isinstance(form, Low) for form in self.forms.get(node, ()))
@@ -79,7 +87,8 @@ class _Copies:
 def needs_of(work: Work) -> Needs:
     """Return the forward values that backward needs, once compute-high has decided who reads stored copies."""
     casts = CastKernels.of(work.settings, work.joint.device)
-    needs, copies = Needs(Step(work.joint, work.settings.processor, work.stepped, casts)), _Copies()
+    step = Step(work.joint, work.settings.processor, work.stepped, casts)
+    needs, copies = Needs(step, comparisons=work.comparisons), _Copies()
     hi = work.settings.recipe.hi
     _add_unread(needs, copies, work)
     for node in needs.step.backward:
@@ -87,8 +96,11 @@ def needs_of(work: Work) -> Needs:
             cast = needs.step.casts.get(wanted)
             if needs.step.undecoded(wanted) in needs.step.checkpointed:
                 continue
-            if cast is None:
+            if wanted in work.comparisons:
+                needs.read_low.add(wanted)
+            elif cast is None:
                 _need_itself(needs, copies, wanted)
+            if cast is None:
                 if regions.is_saved(wanted) and not needs.step.needs_no_saving(wanted):
                     needs.forced[wanted] = Own()
                 continue
@@ -156,6 +168,9 @@ def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
     if not work.fits_peak:  # the recipe's or plan's block format is used whatever it costs
         needs.forced.update({node: form for node, forms in blocks.items() for form in forms})
     for node, own in copies.own.items():
+        if Bits.can_hold(tensor_of(node)) and node not in needs.step.returned and node not in needs.forced:
+            needs.forms[node] = (Bits(),)
+            continue
         plain = [Own(own), *([Low(copies.low[node])] if node in copies.low else ())]
         moved = map(OnHost, plain) if node in movable else ()
         needs.forms[node] = (*plain, *moved, *blocks.get(node, ()))
@@ -180,11 +195,7 @@ def _in_blocks(needs: Needs, copies: _Copies, work: Work) -> dict[Node, list[Blo
         site = work.book.sites[needs.rows[node]]
         formats = find_formats(work) if work.fits_peak else wanted_block_formats(work, site, q)
         reasons = {fmt: refusals.of(site, q, fmt) for fmt in formats}
-        found[node] = [
-            Blocks(fmt, copies.low.get(node, hi), has_mask=fmt.bits < WHOLE_BITS and node in needs.step.tested_above_0)
-            for fmt, reason in reasons.items()
-            if reason is None
-        ]
+        found[node] = [Blocks(fmt, copies.low.get(node, hi)) for fmt, reason in reasons.items() if reason is None]
         if not found[node]:
             needs.refused[node] = next((f"{f.name} cannot hold it: {why}" for f, why in reasons.items() if why), "")
     return found

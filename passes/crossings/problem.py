@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import is_view_or_cast, readers, tensor_of, value
-from fxprec.passes.analysis.replay.kernels import Kind, can_repeat, is_square, kind_of, result_bytes
+from fxprec.passes.analysis.replay.kernels import Kind, is_square, kind_of, result_bytes
 from fxprec.passes.analysis.ways import FROM_EXACT, FROM_ROUNDED, LOW, Demand, Form, Recompute, Way
 from fxprec.passes.crossings.costs import Rates
 from fxprec.passes.crossings.needs import Needs
@@ -153,8 +153,16 @@ class Problem:
         """Return the values that a recomputation of ``node`` needs."""
         if node not in self._sources:
             operands = {self.needs.step.undecoded(n) for n in node.all_input_nodes}
+            if node in self.needs.comparisons:
+                operands = set(map(self._shown, operands))
             self._sources[node] = frozenset(n for n in operands if not self._needs_no_way(n))
         return self._sources[node]
+
+    def _shown(self, node: Node) -> Node:
+        """Return the value that views and casts of it show."""
+        while is_view_or_cast(node):
+            node = self.needs.step.undecoded(node.all_input_nodes[0])
+        return node
 
     def _needs_no_way(self, node: Node) -> bool:
         step = self.needs.step
@@ -171,7 +179,7 @@ class Problem:
         if regions.backward_recomputes(node):
             return  # it has no way, because a need for it would recompute its whole region
         yield from (form for form in self.needs.forms.get(node, ()) if form.options <= self._allowed)
-        if can_repeat(node) and ("recompute" in self._allowed or kind_of(node) in _CHEAP):
+        if self.needs.can_repeat(node) and ("recompute" in self._allowed or kind_of(node) in _CHEAP):
             yield FROM_EXACT
             if self._bears_rounded_sources(node):
                 yield FROM_ROUNDED
@@ -183,6 +191,8 @@ class Problem:
         or lose its gradient. Nor where the recomputation enlarges rounding errors, as a square or a difference that
         cancels does.
         """
+        if node in self.needs.comparisons:
+            return True  # from a kept copy, see `_must_be_kept`
         if self.is_bounded:
             return not (self.price and is_square(node))
         if node not in self.needs.read_low:
@@ -243,9 +253,13 @@ class Problem:
             written = 0 if self.is_bounded else self._operand_bytes(node)
             return self.rates.running(node) + self.rates.writing(written) + _LITTLE
         size = self.size(node, way)
-        rounding = self.rates.rounding(node, way) if way.is_rounded else 0.0
         moving = self.moving(size) if way.is_on_host else self.price * size
-        return self.rates.keeping(size, is_there=self._is_there(node, way)) + rounding + moving + _LITTLE
+        return (
+            self.rates.keeping(size, is_there=self._is_there(node, way))
+            + self.rates.encoding(node, way)
+            + moving
+            + _LITTLE
+        )
 
     def _is_there(self, node: Node, form: Form) -> bool:
         """Return whether a value is in memory anyway, as a library's kernel writes it, or reads it in forward."""
@@ -278,15 +292,20 @@ class Problem:
             for way in (FROM_EXACT, FROM_ROUNDED):
                 if (node, way) in self.columns:
                     for source in sorted(self.sources(node)):  # in a fixed order, so that ties break the same way
-                        serving = self._serving(source, way.demand, kept=self._must_be_kept(source))
+                        serving = self._serving(source, way.demand, kept=self._must_be_kept(source, node, way))
                         yield serving | {self.columns[node, way]: -1.0}, 0.0, np.inf
 
-    def _must_be_kept(self, source: Node) -> bool:
-        """Return whether others are recomputed only from a kept copy of a value.
+    def _must_be_kept(self, source: Node, node: Node, way: Recompute) -> bool:
+        """Return whether ``node`` is recomputed in this way only from a kept copy of ``source``.
+
+        A kept copy is on its value's side of the number that a comparison compares it with; a value that is recomputed
+        from rounded ones may not be.
 
         Without a budget there are no chains of values that backward reads. In a residual network each would be computed
         from the one before, so all of them at the start of backward.
         """
+        if node in self.needs.comparisons:
+            return way is FROM_ROUNDED and source not in self.needs.comparisons
         return not self.is_bounded and self._is_read(source) and any(map(self._is_read, self._computed_from(source)))
 
     def _is_read(self, node: Node) -> bool:

@@ -115,6 +115,8 @@ class Rewrite:
         if cast is not None and (cast.x in self.replacements or cast.x in self.repeated_by_partition):
             return self.stage.as_dtype(self.replacements.get(cast.x, cast.x), tensor_of(node).dtype, reader)
         if node in self.stage.decoded:  # a decode for a GEMM may have 16 bits
+            if reader < self.stage.decoded[node]:
+                reader.prepend(self.stage.decoded[node])
             return self.stage.as_dtype(self.stage.decoded[node], tensor_of(node).dtype, reader)
         if node.op == "placeholder" and not self._is_parameter(node):
             self.replacements[node] = node  # backward's other nodes then read the input, too, instead of its low copy

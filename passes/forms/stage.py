@@ -31,8 +31,6 @@ class Stage:
     kept: Mapping[Node, Form]
     decoded: dict[Node, Node] = field(default_factory=dict)
     """For each value the node that decodes its stored copy."""
-    only_masks: set[Node] = field(default_factory=set)
-    """Values of which only the mask of elements above 0 is kept."""
 
     def __post_init__(self) -> None:
         self.graph: Graph = self.work.joint.graph

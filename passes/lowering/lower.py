@@ -13,6 +13,7 @@ from fxprec.ir.symbolic import InMemory, Quantize
 from fxprec.kernels.coded_gemms import GemmKernel
 from fxprec.kernels.counts import GATHERED
 from fxprec.passes.analysis.joint import JointGraph
+from fxprec.passes.lowering.bits import lower_bits
 from fxprec.passes.lowering.blocks import BlockCall, lower_blocks
 from fxprec.passes.lowering.clamps import compare_to_clamp
 from fxprec.passes.lowering.conversions import share_conversions, show_bytes_in_memory, widen_products
@@ -168,6 +169,7 @@ def _append(half: _Half) -> None:
 
 
 def _expand(half: _Half) -> None:
+    lower_bits(half.graph)
     expand(half.gm, half.rows.scaled, half.rows.measured, half.unexpanded)
 
 

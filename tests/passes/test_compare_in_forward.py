@@ -40,11 +40,10 @@ def test_a_maximums_comparisons_are_forwards_once_each() -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        lambda a, b: (a @ b.t()).clamp(0.1, 2).relu(),
         lambda a, b: (a @ b.t()).amax(-1),  # where it stood: its operand keeps its own dtype
         lambda a, b: torch.where(a < b, a * a, b),  # forward's own
     ],
-    ids=["with numbers", "for equality alone", "in forward"],
+    ids=["for equality alone", "in forward"],
 )
 def test_other_comparisons_stay(model: Callable[[Tensor, Tensor], Tensor]) -> None:
     assert run_pass(NAME, model, *operands(), recipe="fp8").is_unchanged()
@@ -83,4 +82,4 @@ def test_a_maximum_saves_comparisons_in_the_place_of_copies() -> None:
     saved = {site.tensor for site in backend.plans[0].sites if site.direction == "forward" and site.reads == "backward"}
     assert "addmm" not in saved
     assert "addmm_1" not in saved
-    assert backend.plans[0].saved_bytes.planned == 3 * 32 * 64 + 32 * 16  # masks, and the input in 8 bits
+    assert backend.plans[0].saved_bytes.planned == 3 * 32 * 64 // 8 + 32 * 16  # masks, and the input in 8 bits

@@ -70,8 +70,8 @@ def test_nothing_is_computed_again_from_a_form_that_does_not_bear_it(node: Node)
 
 def test_a_form_of_a_larger_error_costs_more(node: Node) -> None:
     rates = Rates(bytes_per_s=1e9, flop_per_s=1e9)
-    assert rates.rounding(node, THIN) > 5 * rates.rounding(node, Low(E4M3FN))
-    assert rates.rounding(node, OnHost(THIN)) == rates.rounding(node, THIN)
+    assert rates.encoding(node, THIN) > 5 * rates.encoding(node, Low(E4M3FN))
+    assert rates.encoding(node, OnHost(THIN)) == rates.encoding(node, THIN)
 
 
 def test_the_note_counts_every_form() -> None:

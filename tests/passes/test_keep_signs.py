@@ -36,7 +36,12 @@ def guarded(activation: nn.Module, **options: object) -> list[object]:
 CLAMPS = (torch.ops.aten.clamp_min.default, torch.ops.aten.clamp_max.default)
 
 
-@pytest.mark.parametrize("activation", [nn.ReLU(), nn.LeakyReLU()], ids=["relu", "leaky relu"])
+class Squared(nn.Module):
+    def forward(self, x):
+        return F.leaky_relu(x) * x
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), Squared()], ids=["relu", "leaky relu"])
 def test_what_is_compared_with_0_stays_above_it(activation):
     assert guarded(activation) == [SMALLEST]
 

@@ -161,7 +161,7 @@ def test_all_linear_layers_beside_attention_multiply_codes(graphs, grouped: bool
 
 @pytest.mark.parametrize("act", [nn.GELU, nn.ReLU])
 def test_each_operand_is_transposed_once_and_only_that_copy_is_saved(graphs, act) -> None:
-    """ReLU's backward reads its output, which a GEMM reads too: it must read the copy that is saved anyway.
+    """ReLU's backward reads a mask, since codes round small values to 0.
 
     Where no GEMM multiplies codes, GELU's result is recomputed.
     """
@@ -170,8 +170,8 @@ def test_each_operand_is_transposed_once_and_only_that_copy_is_saved(graphs, act
     nodes = works[0].joint.graph.nodes
     copied = [n.args[0].name for n in nodes if n.target is symbolic.TRANSPOSED]
     assert len(copied) == len(set(copied)) == 6, "x, W and dy of two layers"
-    recomputed = 4 * 16 * 64 if act is nn.GELU else 0
-    assert low == saved_bytes(network(act), lowering="eager", gemms="high") + recomputed
+    more = 4 * 16 * 64 if act is nn.GELU else 4 * 16 * 64 // 8
+    assert low == saved_bytes(network(act), lowering="eager", gemms="high") + more
 
 
 def test_only_what_a_gemm_multiplies_in_codes_is_rounded_for_it(graphs, tmp_path) -> None:

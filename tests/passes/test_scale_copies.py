@@ -135,7 +135,11 @@ def test_16_bits_and_simulation_have_no_scales_of_copies(options: dict[str, str]
 
 
 def test_what_is_compared_with_another_number_than_0_has_no_scale() -> None:
-    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU6(), nn.Linear(64, 16))
+    class Bounded(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.hardtanh(x, 0, 6) * x
+
+    model = nn.Sequential(nn.Linear(16, 64), Bounded(), nn.Linear(64, 16))
     ran = run_pass("scale-copies", model, torch.randn(32, 16), recipe="fp8", low_ratio=1.0)
     held = {site.id: site.tensor for site in ran.work.book.sites if site.format == "e4m3fn"}
     assert {held.pop(copy.row) for copy in ran.work.scales.copies} == {"args.0"}

@@ -280,12 +280,12 @@ def test_the_gradient_of_a_maximum_finds_where_it_stood(name: str) -> None:
 
 
 def test_a_value_that_must_be_high_is_not_made_again_from_a_low_copy() -> None:
-    def model(x: Tensor, w: Tensor) -> Tensor:
+    def model(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
         h = (x @ w).relu()
-        return (h * 30).cos() + h.relu()
+        return (h * 30).cos() + h @ v
 
-    w = torch.randn(8, 64, requires_grad=True)
-    sites = {s.tensor: s for s in run_pass("write-plan", model, torch.randn(32, 8), w).work.plan.sites}
+    w, v = torch.randn(8, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+    sites = {s.tensor: s for s in run_pass("write-plan", model, torch.randn(32, 8), w, v).work.plan.sites}
     assert (sites["relu"].format, sites["relu"].reads) == ("e4m3fn", "backward")
     assert (sites["mul"].format, sites["mul"].reads) == ("bf16", "backward")
 

@@ -12,5 +12,6 @@ ROWS = (
         traits=Trait.HANDS_ON_VALUES,
         cost=Cost.FUSED,
     ),
+    row("fxprec.pack_bits fxprec.unpack_bits", cost=Cost.FUSED),
     row("fxprec.in_memory", cost=Cost.REDUCED),
 )

@@ -9,6 +9,7 @@ import torch
 
 from fxprec.config import Settings
 from fxprec.ir.symbolic import stored_dtype
+from fxprec.numerics.bits import Bit
 from fxprec.numerics.blocks import AnyFormat
 from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.replay.kernels import Kind
@@ -35,7 +36,7 @@ class CastKernels:
         is_cpu = device.type == "cpu"
         return cls(settings.storage, is_cpu and settings.counts_while_rounding, is_cpu)
 
-    def kind(self, fmt: AnyFormat | None) -> Kind:
+    def kind(self, fmt: AnyFormat | Bit | None) -> Kind:
         """Return how a copy in ``fmt`` is written, and how it is read back."""
         if not isinstance(fmt, Format) or not self.has_calls:
             return Kind.FUSED

@@ -14,6 +14,7 @@ from typing import TypeVar
 import sympy
 from torch.fx import Node
 
+from fxprec.numerics.bits import Bit
 from fxprec.numerics.blocks import WHOLE_BITS, AnyFormat, BlockFormat
 from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.joint import numel_expr, numel_hint, tensor_of, value
@@ -103,13 +104,13 @@ class Replay:
             leaves = Item(Kind.EXTERN, 0, [self.copies.get(node, self.at[node])], is_stored=True)
             self.offloads[node] = self._append(leaves, node, node)
 
-    def _cast_kind(self, fmt: AnyFormat, form: Form | None) -> Kind:
+    def _cast_kind(self, fmt: AnyFormat | Bit, form: Form | None) -> Kind:
         """Return how a copy is written, and how it is read back."""
         if form is not None and form.kernel is not Kind.FUSED:
             return form.kernel
         return self.step.cast_kernels.kind(fmt)
 
-    def _format(self, node: Node) -> AnyFormat | None:
+    def _format(self, node: Node) -> AnyFormat | Bit | None:
         """Return the format of a value's copy that waits for backward, or None."""
         return self.kept[node].format if node in self.kept else self.step.copied.get(node)
 
@@ -247,7 +248,7 @@ class Replay:
                 found[item] = recomputed
         for node, form in self.kept.items():
             fmt = form.format
-            is_few = isinstance(fmt, BlockFormat) and fmt.bits < WHOLE_BITS
+            is_few = isinstance(fmt, BlockFormat | Bit) and fmt.bits < WHOLE_BITS
             for item in {self.copies.get(node, self.at[node]), self.reloads.get(node, self.at[node])}:
                 found[item] = few if is_few else kept if fmt is None or fmt.bits > WHOLE_BITS else narrow
         return found

@@ -15,7 +15,7 @@ from fxprec.passes.analysis.joint import JointGraph, input_index, is_view_or_cas
 from fxprec.passes.analysis.replay.casts import CastKernels
 from fxprec.passes.analysis.replay.kernels import HEAVY, Kind, kind_of, result_bytes, workspace_of
 from fxprec.passes.analysis.saved_values import is_repeated, needed_by_forward
-from fxprec.passes.analysis.signs import bounds, readers_testing_above_0
+from fxprec.passes.analysis.signs import bounds
 
 
 @dataclass
@@ -41,8 +41,6 @@ class Step:
         """The casts of each value that has a copy."""
         self.copied = {cast.x: fmt for cast in self.casts.values() if (fmt := self._copied(cast)) is not None}
         """Inputs that backward reads as a copy -> its format. The copy waits, although the input is there."""
-        self.tested_above_0 = {cast.x for x, cast in self.casts.items() if readers_testing_above_0(x)}
-        """Values for which backward tests whether they are above 0."""
         self.compared = {cast.x for x, cast in self.casts.items() if bounds(x)}
         """Values that backward compares with a number."""
         self.decoded = set(self.casts)

@@ -1,0 +1,210 @@
+"""Masks in bits: the packing beside NumPy's, what is packed, and gradients that are masked as in float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from helpers import compiled, eager_backend
+from hypothesis import given
+from hypothesis import strategies as st
+from models import Apply
+from one_pass import run_pass
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fxprec.ir.symbolic import PACK_BITS, UNPACK_BITS
+from fxprec.numerics.bits import folded, packed, packed_shape, unpacked
+from fxprec.passes.analysis.joint import is_backward
+from fxprec.passes.lowering.bits import lower_bits
+
+SIZES = st.integers(1, 24)
+SHAPES = st.lists(SIZES, min_size=2, max_size=5).filter(lambda shape: folded(shape) and math.prod(shape) < 1 << 16)
+
+
+@given(SHAPES, st.integers(0, 9))
+def test_bits_are_numpys(shape: list[int], seed: int) -> None:
+    x = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.4
+    first, last = folded(shape)
+    slices = x.numpy().reshape(*shape[:first], 8, -1, *shape[last + 1 :])
+    q = packed(x)
+    assert np.array_equal(q.numpy(), np.packbits(slices, first, "little").squeeze(first))
+    assert list(q.shape) == packed_shape(shape)
+    assert torch.equal(unpacked(q, shape), x)
+
+
+def test_one_dimension_is_split_and_not_the_last() -> None:
+    assert folded([8, 8, 8]) == (0, 0)
+    assert folded([3, 64, 16, 5]) == (2, 2), "an image's channels lie together in channels-last"
+    assert folded([3, 64, 5, 5]) == (1, 1)
+    assert folded([4, 6, 5]) == (0, 1)
+    assert folded([3, 5, 64]) is None
+    assert folded([64]) is None
+    assert folded([]) is None
+    assert folded(["batch", 16, 5]) == (1, 1)
+
+
+@pytest.mark.parametrize("shape", [(16, 128), (3, 16, 40), (4, 6, 5, 16)])
+def test_lowered_to_aten_the_bits_are_the_same(shape: tuple[int, ...]) -> None:
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        q = PACK_BITS(x)
+        return q, UNPACK_BITS(q, list(shape))
+
+    x = torch.rand(shape) < 0.5
+    traced: GraphModule = make_fx(both, tracing_mode="fake")(x)
+    wanted = traced(x)
+    lower_bits(traced.graph)
+    traced.recompile()
+    assert not [node for node in traced.graph.nodes if node.target in (PACK_BITS, UNPACK_BITS)]
+    assert all(torch.equal(a, b) for a, b in zip(traced(x), wanted, strict=True))
+
+
+def images(norm: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    between = [nn.BatchNorm2d(16)] if norm else []
+    return nn.Sequential(nn.Conv2d(4, 16, 3, padding=1), *between, nn.ReLU(), nn.Conv2d(16, 8, 3, padding=1))
+
+
+def held(model: nn.Module | Callable[..., Tensor], *args: Tensor, recipe: str = "fp8") -> dict[str, int]:
+    """Bytes that a step saves, by format."""
+    compiled(model, backend := eager_backend(recipe, low_ratio=1.0))(*args).sin().sum().backward()
+    found: dict[str, int] = {}
+    for row in backend.plans[0].saved:
+        found[row.format] = found.get(row.format, 0) + row.bytes
+    return found
+
+
+def test_behind_a_norm_the_relu_is_recomputed_and_its_mask_is_in_bits() -> None:
+    """Beside 8 bits of the convolution's result: 9 bits an element in the place of 16."""
+    elements = 8 * 16 * 16 * 16
+    found = held(images(), torch.randn(8, 4, 16, 16))
+    assert found["bit"] == elements // 8
+    assert found["e4m3fn"] == elements + 8 * 4 * 16 * 16, "and the input"
+
+
+def test_a_relu_that_is_stored_anyway_is_compared_again() -> None:
+    assert "bit" not in held(images(norm=False), torch.randn(8, 4, 16, 16))
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "bf16"])
+def test_dropouts_mask_is_in_bits(recipe: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.3), nn.Linear(64, 8))
+    found = held(model, torch.randn(128, 32), recipe=recipe)
+    assert found["bit"] == 128 * 64 // 8
+    assert "bool" not in found
+
+
+def test_a_maximums_comparisons_are_in_bits() -> None:
+    found = held(torch.maximum, *(torch.randn(64, 32, requires_grad=True) for _ in range(2)))
+    assert found == {"bit": 3 * 64 * 32 // 8}
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (lambda x: F.dropout(x, 0.3), (31, 64)),  # no dimension but the last is a multiple of 8
+        (lambda x: F.dropout(x, 0.3), (8, 64)),  # short
+        (lambda x: (x * (mask := x > 0.5), mask)[0] * mask, (8, 8)),
+    ],
+    ids=["odd", "short", "in forward"],
+)
+def test_other_masks_stay_booleans(function: Callable[[Tensor], Tensor], shape: tuple[int, int]) -> None:
+    found = held(nn.Sequential(nn.Linear(shape[1], 64), Apply(function)), torch.randn(shape))
+    assert "bit" not in found
+    assert found["bool"] > 0
+
+
+def test_a_mask_of_dynamic_shape_stays_booleans() -> None:
+    backend = eager_backend("fp8", low_ratio=1.0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.3), nn.Linear(64, 8))
+    step = torch.compile(model, backend=backend, dynamic=True)
+    for size in (128, 64):
+        step(torch.randn(size, 32)).sum().backward()
+    assert "bool" in {row.format for row in backend.plans[-1].saved}
+
+
+def test_a_mask_that_the_user_gets_too_stays_booleans() -> None:
+    def model(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        mask = torch.rand(64, 32) > 0.2
+        return torch.where(mask, x @ w, 0), mask
+
+    args = torch.randn(64, 16), torch.randn(16, 32, requires_grad=True)
+    step = compiled(model, backend := eager_backend("fp8", low_ratio=1.0))
+    y, mask = step(*args)
+    y.sum().backward()
+    assert mask.dtype is torch.bool
+    assert "bit" not in {row.format for row in backend.plans[0].saved}
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "leaky relu": F.leaky_relu,
+    "hardswish": F.hardswish,
+    "hardshrink": F.hardshrink,
+    "threshold": lambda x: F.threshold(x, 0.3, -1.0),
+    "softshrink": F.softshrink,
+    "clamp": lambda x: x.clamp(-0.7, 0.4),
+}
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_gradient_is_masked_as_in_float32(name: str, layout: torch.memory_format) -> None:
+    """The gradient of the norm's shift sums what the mask lets through, element by element of one image each."""
+    torch.manual_seed(0)
+    weight = torch.randn(8, 16, 12, 10).to(memory_format=layout)
+
+    def model(x: Tensor, shift: Tensor) -> Tensor:
+        return ACTIVATIONS[name](x * 2 + shift) * weight
+
+    x = torch.randn(8, 16, 12, 10).to(memory_format=layout)
+    shifts = [torch.zeros_like(x, requires_grad=True) for _ in range(2)]
+    compiled(model, backend := eager_backend("fp8", low_ratio=1.0))(x, shifts[0]).sum().backward()
+    model(x, shifts[1]).sum().backward()
+    assert torch.equal(shifts[0].grad == 0, shifts[1].grad == 0)
+    if name not in ("hardswish",):  # its slope depends on its operand
+        assert torch.equal(shifts[0].grad, shifts[1].grad)
+
+
+def test_what_combines_comparisons_moves_with_them() -> None:
+    """Hardtanh's backward asks whether its operand is at one bound or the other."""
+    x, shift = torch.randn(64, 32), torch.zeros(64, 32, requires_grad=True)
+    ran = run_pass("compare-in-forward", lambda x, y: F.hardtanh(x + y, -0.5, 0.5) * x, x, shift)
+    aten = torch.ops.aten
+    assert [ran.halves(t) for t in (aten.le.Scalar, aten.ge.Scalar, aten.bitwise_or.Tensor)] == [(1, 0)] * 3
+    assert {node.name for node in ran.work.comparisons} == {
+        node.name for t in (aten.le.Scalar, aten.ge.Scalar, aten.bitwise_or.Tensor) for node in ran.nodes(t)
+    }
+
+
+def test_comparisons_in_a_checkpointed_region_stay_behind_it() -> None:
+    layer = nn.Linear(32, 32)
+
+    def model(x: Tensor) -> Tensor:
+        return checkpoint(lambda x: F.relu(layer(x)) * 2, x, use_reentrant=False)
+
+    ran = run_pass("compare-in-forward", model, torch.randn(64, 32))
+    assert ran.halves(torch.ops.aten.le.Scalar) == (0, 1)
+
+
+@pytest.mark.parametrize("budget", ["100%", "70%"])
+def test_under_a_peak_budget_masks_are_in_bits_as_well(budget: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Dropout(0.2), nn.ReLU())))
+    step = compiled(model, backend := eager_backend("fp8", low_ratio=None, peak_budget=budget))
+    step(torch.randn(256, 64)).sum().backward()
+    assert all(row.format != "bool" for row in backend.plans[0].saved)
+    assert any("in bits" in remark for remark in backend.plans[0].notes)
+
+
+def test_the_packed_mask_is_read_in_backward_alone() -> None:
+    ran = run_pass("choose-crossings", images(), torch.randn(8, 4, 16, 16))
+    (read,) = ran.nodes(UNPACK_BITS)
+    assert all(is_backward(user) for user in read.users)
