@@ -51,7 +51,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm(self.up(x) * self.loudness)
-        return self.down(torch.relu(self.mix(hidden * self.loudness) / self.loudness) + hidden)
+        return self.down(torch.relu(self.mix(hidden * self.loudness) / self.loudness)) + self.down(hidden)
 
 
 def inputs(width: int, seed: int, batch: int = 64) -> Tensor:

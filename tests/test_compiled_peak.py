@@ -236,7 +236,7 @@ def test_a_step_that_holds_more_as_compiled_is_planned_again(monkeypatch: pytest
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize(("share", "is_input_read"), [("100%", False), ("80%", True)])
+@pytest.mark.parametrize(("share", "is_input_read"), [("100%", False), ("86%", True)])
 def test_what_waits_of_images_and_of_a_pooling_is_predicted(
     share: str, is_input_read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,7 +125,7 @@ def test_statistics_are_written_once_and_a_mask_is_drawn_once() -> None:
     plain, wanted = trained(model, x, recipe="bf16")
     statistics = model.norm.running_var.clone()
     model.load_state_dict(state)
-    plan, found = trained(model, x, recipe="bf16", peak_budget="75%")
+    plan, found = trained(model, x, recipe="bf16", peak_budget="85%")
     assert plan.peak_bytes is not None
     assert plan.saved_bytes.planned < plain.saved_bytes.planned  # type: ignore[union-attr]
     torch.testing.assert_close(model.norm.running_var, statistics)
@@ -135,7 +135,7 @@ def test_statistics_are_written_once_and_a_mask_is_drawn_once() -> None:
 
 def test_a_plan_brings_its_ways(tmp_path: Any) -> None:
     model, path = transformer(), tmp_path / "plan.json"
-    plan, found = fitted(peak_budget="65%")
+    plan, found = fitted(peak_budget="70%")
     plan.save(path)
     again, same = trained(model, TOKENS, plan=path)
     assert [site.way for site in again.sites] == [site.way for site in plan.sites]

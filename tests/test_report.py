@@ -87,7 +87,7 @@ def test_gemms_have_the_work_of_their_shapes(trained):
 
 def test_saved_bytes_by_group_add_up_to_the_plans(trained):
     assert sum(g.saved_bytes for g in trained.plan.groups) == trained.plan.saved_bytes.planned
-    mask = 24 if trained.plan.storage == "simulate" else 0  # of the ReLU, a byte each: float32 would save it too
+    mask = 24  # of the ReLU, a byte each
     assert 4 * sum(g.saved_elements for g in trained.plan.groups) + mask == trained.plan.saved_bytes.fp32
 
 

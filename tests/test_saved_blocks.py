@@ -20,7 +20,6 @@ from fxprec.errors import ConfigError, FxprecWarning, PlanError
 from fxprec.numerics import blocks
 from fxprec.passes.analysis.block_copies import ATTENDED
 from fxprec.passes.analysis.saved_bytes import read_by_backward
-from fxprec.passes.casts.blocks import SIGNS
 from fxprec.passes.choose_crossings import WHY_RECOMPUTED
 from fxprec.plan import Site
 from fxprec.plan.explain import explain
@@ -83,11 +82,12 @@ def test_saved_bytes_count_codes_and_scales():
     saved = [s for s in plan.sites if s.reads == "backward"]
     in_blocks = [s.elements for s in saved if s.saved_as]
     whole = {"e4m3fn": 1, "bf16": 2}
-    planned_bytes = sum(map(blocks.INT4.num_bytes, in_blocks)) + SIGNS.num_bytes(by_name(plan)["relu"].elements)
+    mask = by_name(plan)["relu"].elements
+    planned_bytes = sum(map(blocks.INT4.num_bytes, in_blocks)) + mask // 8
     planned_bytes += sum(s.elements * whole[s.format] for s in saved if not s.saved_as)
     planned_bytes += 4 * ROWS  # the norm's statistic
     assert plan.saved_bytes.planned == planned_bytes
-    assert plan.saved_bytes.fp32 == 4 * (sum(s.elements for s in saved) + ROWS)
+    assert plan.saved_bytes.fp32 == 4 * (sum(s.elements for s in saved) + ROWS) + mask
     assert sum(g.saved_elements for g in plan.groups) == sum(s.elements for s in saved) + ROWS
     assert sum(g.saved_bytes for g in plan.groups) == plan.saved_bytes.planned
 
@@ -112,10 +112,10 @@ def test_gradients_have_the_formats_error_and_forward_none(name: str):
     assert worst > 0
 
 
-def test_eight_bits_go_wherever_backward_reads_but_does_not_ask_for_a_sign():
+def test_eight_bits_go_wherever_backward_reads():
     sites = by_name(planned("fp8+int8")[0])
     low = [s for s in sites.values() if s.reads == "backward" and s.format == "e4m3fn"]
-    assert {s.saved_as or s.why.partition("its ")[2][:4] for s in low} == {"int8", "sign"}
+    assert {s.saved_as for s in low} == {"int8"}
 
 
 def test_what_backward_reads_in_blocks_counts_by_its_blocks():
@@ -153,8 +153,9 @@ def test_a_relus_sign_is_a_bit_of_its_own_and_exact():
     model = Skip()
     (plain, exact, _), (backend, found, _) = step("fp8", model), step("fp8+int4", model)
     sites = by_name(backend.plans[0])
-    assert {sites[n].saved_as for n in ("relu", "add")} == {"int4"}
-    assert sites["relu_1"].saved_as == SIGNS.name
+    assert sites["add"].saved_as == "int4"
+    masks = [row.bytes for row in backend.plans[0].saved if row.format == "bit"]
+    assert masks == 2 * [4 * 64 * 64 // 8]
     assert all(map(torch.equal, found[1::2], exact[1::2]))  # of biases: masked gradients, added up
     saved, before = backend.plans[0].saved_bytes, plain.plans[0].saved_bytes
     assert (

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from fxprec.numerics.bits import BIT
 from fxprec.plan.rows import WAYS_SAID, Way
 
 if TYPE_CHECKING:
@@ -78,7 +79,9 @@ def _tensors(plans: Sequence[Plan]) -> str:
 
 def _kind(dtype: str) -> str:
     """Return a noun for a tensor that no format changes, by its dtype."""
-    return "mask" if dtype == "bool" else "complex tensor" if dtype.startswith("complex") else "integer tensor"
+    if dtype in ("bool", BIT.name):
+        return "mask"
+    return "complex tensor" if dtype.startswith("complex") else "integer tensor"
 
 
 _NOT_HELD: tuple[Way, ...] = ("recompute", "offload")

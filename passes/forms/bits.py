@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from fxprec.ir.symbolic import PackBits, UnpackBits
 from fxprec.numerics.bits import BIT, Bit, folded
-from fxprec.passes.analysis.joint import is_backward, is_dense, memory_order, tensor_of
+from fxprec.passes.analysis.joint import is_dense, memory_order, tensor_of
 from fxprec.passes.analysis.ways import ANY, Form
 from fxprec.passes.forms.stage import Stage
 from fxprec.passes.sites import emit, emit_call, insertion_point_after
@@ -46,7 +46,7 @@ class Bits(Form):
             q = emit_call(graph, PackBits(ordered), value)
             read = emit_call(graph, UnpackBits(q, [val.shape[d] for d in order]), value)
             read = read if is_in_order else emit(graph, aten.permute.default, (read, back), value)
-        for reader in [user for user in value.users if is_backward(user)]:
+        for reader in [user for user in value.users if user not in (ordered, q)]:  # forward's too: see `Replay`
             reader.replace_input_with(value, read)
         stage.decoded[value] = read
 

@@ -7,7 +7,6 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -43,8 +42,7 @@ def _unpacked(shape: tuple[int, ...]) -> GraphModule:
 
 
 def _traced(function: Callable[[Tensor], Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> GraphModule:
-    with FakeTensorMode():
-        example = torch.empty(shape, dtype=dtype, device="cpu")
-        traced = make_fx(function, decomposition_table=compat.decompositions())(example)
+    example = torch.empty(shape, dtype=dtype, device="cpu")  # never written, so it takes no memory
+    traced = make_fx(function, decomposition_table=compat.decompositions(), tracing_mode="fake")(example)
     drop_aliases(traced.graph)
     return traced

@@ -15,10 +15,9 @@ import fxprec.runtime.reference_ops  # noqa: F401  registers implementations
 from fxprec import compat
 from fxprec.ir.symbolic import TABLE_COLUMNS, Dequantize, Quantize, TensorScale
 from fxprec.numerics import ahead, block_device, blocks
-from fxprec.numerics.blocks import SIGNS
 from fxprec.passes.lowering.blocks import lower_blocks
 
-NAMES = ("mxfp6", "nvfp4", "int4", "int8/32:bf16", SIGNS.name)
+NAMES = ("mxfp6", "nvfp4", "int4", "int8/32:bf16", "int1/1024:bf16")
 
 
 def graph_of(name: str, x: torch.Tensor, dtype: torch.dtype, *, stochastic: bool) -> GraphModule:
@@ -46,7 +45,6 @@ def check(name: str, lowering: str, device_type: str) -> None:
         ("sparse", 2048, torch.bfloat16),
     ):
         x = numbers(kind, count).to(torch.float32 if count == 1 else dtype)
-        x = x > 0 if name == SIGNS.name else x
         for stochastic in (False, True):
             gm = graph_of(name, x, dtype, stochastic=stochastic)
             wanted = gm(x, seed, table)

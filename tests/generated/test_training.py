@@ -141,7 +141,7 @@ def test_sources_are_readable_deterministic_and_quoted(tmp_path: Path) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(16, 16)
-            self.parts = nn.ModuleDict({name: nn.ReLU()})
+            self.parts = nn.ModuleDict({name: nn.Tanh()})
 
         def forward(self, x: Tensor) -> Tensor:
             return self.parts[name](self.linear(x)) * 2

@@ -66,8 +66,10 @@ class Replay:
     anchors: list[Node] = field(default_factory=list)  # for each item the node of its half before or at which it runs
 
     def __post_init__(self) -> None:
+        unread = self._unread()
         for node in self.step.forward:
-            self._run_forward(node)
+            if node not in unread:
+                self._run_forward(node)
         self.border = len(self.items)
         backward, found = self.step.backward_set, self.read_from
         for node in self.step.backward:
@@ -83,6 +85,14 @@ class Replay:
         for x in {x for node, _ in self.repeated for x in self.step.operands[node]} & self.step.copied.keys():
             self.items[self.copies[x]].bytes = 0  # a repeated node reads the input, which then waits itself
         self.timeline = Timeline(self.items, self.border)
+
+    def _unread(self) -> set[Node]:
+        """Return the forward nodes that neither forward's results nor kept values depend on: they are not compiled."""
+        found = set[Node]()
+        for node in reversed(self.step.aside):
+            if node not in self.kept and all(user in found or user in self.step.backward_set for user in node.users):
+                found.add(node)
+        return found
 
     def _run_forward(self, node: Node) -> None:
         if self._is_copy(node):
@@ -100,6 +110,8 @@ class Replay:
             size = stored_bytes(fmt, val) if form is None else form.num_bytes(val)
             copy = Item(self._cast_kind(fmt, form), size, [self.at[node]], is_stored=not is_moved)
             self.copies[node] = self._append(copy, node, node)
+            if isinstance(fmt, Bit):  # forward reads the bits: what they are computed from need not stay
+                self.at[node] = self._append(Item(Kind.FUSED, result_bytes(node), [self.copies[node]]), node, node)
         if is_moved:
             leaves = Item(Kind.EXTERN, 0, [self.copies.get(node, self.at[node])], is_stored=True)
             self.offloads[node] = self._append(leaves, node, node)
