@@ -22,7 +22,10 @@ from torch.utils.checkpoint import checkpoint
 import fxprec.runtime.reference_ops  # noqa: F401  registers implementations
 from fxprec.ir.symbolic import PACK_BITS, UNPACK_BITS
 from fxprec.numerics.bits import folded, packed, packed_shape, unpacked
+from fxprec.passes import choose_crossings
 from fxprec.passes.analysis.joint import is_backward
+from fxprec.passes.crossings.choice import Fit
+from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.lowering.bits import lower_bits
 
 SIZES = st.integers(1, 24)
@@ -112,14 +115,21 @@ def test_a_maximums_comparisons_are_in_bits() -> None:
     [
         (lambda x: F.dropout(x, 0.3), (31, 64)),  # no dimension but the last is a multiple of 8
         (lambda x: F.dropout(x, 0.3), (8, 64)),  # short
-        (lambda x: (x * (mask := x > 0.5), mask)[0] * mask, (8, 8)),
     ],
-    ids=["odd", "short", "in forward"],
+    ids=["odd", "short"],
 )
 def test_other_masks_stay_booleans(function: Callable[[Tensor], Tensor], shape: tuple[int, int]) -> None:
     found = held(nn.Sequential(nn.Linear(shape[1], 64), Apply(function)), torch.randn(shape))
     assert "bit" not in found
     assert found["bool"] > 0
+
+
+def test_a_mask_of_the_models_own_is_packed_and_not_compared_again() -> None:
+    """Backward would compare what it recomputes from rounded values; the model may depend on each element's side."""
+    model = nn.Sequential(nn.Linear(32, 64), Apply(lambda x: x * (x > 0.3)), nn.Linear(64, 8))
+    ran = run_pass("choose-crossings", model, torch.randn(128, 32))
+    assert ran.halves(torch.ops.aten.gt.Scalar) == (1, 0)
+    assert len(ran.nodes(PACK_BITS)) == 1
 
 
 def test_a_mask_of_dynamic_shape_stays_booleans() -> None:
@@ -206,3 +216,29 @@ def test_the_packed_mask_is_read_in_backward_alone() -> None:
     ran = run_pass("choose-crossings", images(), torch.randn(8, 4, 16, 16))
     (read,) = ran.nodes(UNPACK_BITS)
     assert all(is_backward(user) for user in read.users)
+
+
+def test_forward_reads_the_packed_mask_too() -> None:
+    """Else the random numbers, or the booleans, would stay in memory until their last reader in forward."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.3), nn.Linear(64, 8))
+    ran = run_pass("choose-crossings", model, torch.randn(128, 32))
+    (pack,), (read,) = ran.nodes(PACK_BITS), ran.nodes(UNPACK_BITS)
+    assert list(pack.all_input_nodes[0].users) == [pack]
+    assert {is_backward(user) for user in read.users} == {False, True}
+
+
+def test_the_mask_of_what_a_gemm_multiplies_is_that_of_its_16_bits() -> None:
+    """Else the float32 result would be written for the mask alone."""
+    ran = run_pass("sum-narrow", images(), torch.randn(8, 4, 16, 16))
+    (mask,) = ran.work.comparisons
+    assert mask.args[0].meta["val"].dtype is torch.bfloat16
+
+
+def test_a_comparison_that_backward_repeats_is_not_in_forwards_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    fits: list[tuple[Needs, Fit]] = []
+    monkeypatch.setattr(choose_crossings, "_remark", lambda needs, fit: fits.append((needs, fit)) or "")
+    compiled(images(norm=False), eager_backend("fp8", low_ratio=None, peak_budget="100%"))(torch.randn(8, 4, 16, 16))
+    ((needs, fit),) = fits
+    (mask,) = needs.comparisons
+    assert mask not in fit.replay.kept
+    assert mask not in fit.replay.at
