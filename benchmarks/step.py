@@ -57,7 +57,7 @@ class Row:
 
 
 def make(
-    name: str, batch: int, width: float, sequence: int
+    name: str, batch: int, width: float, sequence: int, dropout: float = 0.0
 ) -> tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.Tensor]]:
     """Return (model factory, loss of a model on a fixed batch)."""
     torch.manual_seed(1)
@@ -76,7 +76,13 @@ def make(
     def loss(m: nn.Module) -> torch.Tensor:
         return nn.functional.cross_entropy(m(tokens).flatten(0, 1), tokens.flatten())
 
-    return lambda: CharTransformer(vocab=96, context=sequence, layers=6, heads=4, width=int(256 * width)), loss
+    def transformer() -> nn.Module:
+        model = CharTransformer(vocab=96, context=sequence, layers=6, heads=4, width=int(256 * width))
+        for block in model.blocks if dropout else ():
+            block.out, block.down = (nn.Sequential(layer, nn.Dropout(dropout)) for layer in (block.out, block.down))
+        return model
+
+    return transformer, loss
 
 
 def _layers(width: int) -> nn.Module:
@@ -140,7 +146,7 @@ def _timed(row: Row, step: Callable[[], None], allocate: Callable[[], object]) -
 def run(args: argparse.Namespace) -> list[Row]:
     """Measure ``sides``; the first is the one compared with."""
     steps, compiles, sides = args.steps, args.compiles, args.sides
-    factory, loss = make(args.model, args.batch, args.width, args.sequence)
+    factory, loss = make(args.model, args.batch, args.width, args.sequence, args.dropout)
     rows = [Row(side) for side in sides]
     for i in range(compiles):
         torch.compiler.reset()  # or Dynamo takes the last round's code for the same model
@@ -169,6 +175,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("resnet18", "transformer", "mlp"), default="resnet18")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--sequence", type=int, default=256, help="tokens, of the transformer")
+    parser.add_argument("--dropout", type=float, default=0.0, help="of what the transformer's layers add")
     parser.add_argument("--width", type=float, default=1.0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=15)
@@ -180,7 +187,10 @@ def main() -> None:
     torch._inductor.config.force_disable_caches = True
     torch.set_num_threads(args.threads)
     rows = run(args)
-    path = machine.save(f"step-{args.model}", {"arguments": vars(args), "sides": [asdict(r) for r in rows]})
+    path = machine.save(
+        f"step-{args.model}{'-dropout' if args.dropout else ''}",
+        {"arguments": vars(args), "sides": [asdict(r) for r in rows]},
+    )
     print(
         f"{'side':16} {'compile s':>10} {'passes s':>9} {'ratio':>6} {'step ms':>9} {'ratio':>6} {'saved MB':>9} {'ratio':>7}"
     )
