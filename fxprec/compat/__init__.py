@@ -108,6 +108,8 @@ from fxprec.compat.processor import has_cpu_gemm as has_cpu_gemm
 from fxprec.compat.raised import cause_of as cause_of
 from fxprec.compat.raised import quiet_fakes as quiet_fakes
 from fxprec.compat.raised import users_line as users_line
+from fxprec.compat.random_numbers import drawn_in_slices as drawn_in_slices
+from fxprec.compat.random_numbers import is_drawn as is_drawn
 from fxprec.compat.sizes import guessed_sizes as guessed_sizes
 from fxprec.compat.sizes import traced_size as traced_size
 from fxprec.compat.stored import constant_places_are_arguments as constant_places_are_arguments

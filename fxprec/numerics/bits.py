@@ -66,7 +66,11 @@ def packed(x: Tensor) -> Tensor:
     The bits are added as float32, which is exact and which CPUs convert faster than they shift bytes.
     """
     before, slices, behind = _split(x.shape)
-    pieces = x.reshape(*before, *slices, *behind).unbind(len(before))
+    return joined(x.reshape(*before, *slices, *behind).unbind(len(before)))
+
+
+def joined(pieces: Sequence[Tensor]) -> Tensor:
+    """Return the bytes of eight slices of booleans."""
     total = pieces[0].to(torch.float32)
     for j, piece in enumerate(pieces[1:], 1):
         total = total + piece.to(torch.float32) * float(2**j)

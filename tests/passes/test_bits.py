@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import fxprec.runtime.reference_ops  # noqa: F401  registers implementations
+import fxprec
+import fxprec.runtime.reference_ops
+from fxprec import compat
 from fxprec.ir.symbolic import PACK_BITS, UNPACK_BITS
 from fxprec.numerics.bits import folded, packed, packed_shape, unpacked
 from fxprec.passes import choose_crossings
@@ -242,3 +245,28 @@ def test_a_comparison_that_backward_repeats_is_not_in_forwards_memory(monkeypatc
     (mask,) = needs.comparisons
     assert mask not in fit.replay.kept
     assert mask not in fit.replay.at
+
+
+@pytest.mark.inductor
+def test_dropout_is_drawn_in_bits_and_each_bit_is_a_draw_of_its_own() -> None:
+    """One loop draws eight numbers and packs them; nowhere do random numbers lie in memory."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, x = nn.Sequential(nn.Dropout(0.3)), torch.ones(512, 256, requires_grad=True)
+    step = torch.compile(model, backend=fxprec.Backend(fxprec.Config(recipe="bf16")))
+    masks = []
+    with mock.patch("fxprec.compat.drawn_in_slices", side_effect=compat.drawn_in_slices) as draw:
+        for _ in range(2):
+            x.grad = None
+            y = step(x)
+            y.sum().backward()
+            assert torch.equal(y, x.grad), "forward's mask and backward's"
+            masks.append(y != 0)
+    assert draw.call_count == 1
+    deviation = (0.3 * 0.7 / x.numel()) ** 0.5
+    for mask in masks:
+        assert abs(float(mask.float().mean()) - 0.7) < 5 * deviation
+        slices = mask.view(8, -1).float()
+        assert float((torch.corrcoef(slices) - torch.eye(8)).abs().max()) < 5 / slices.shape[1] ** 0.5
+    both = torch.corrcoef(torch.stack([mask.flatten().float() for mask in masks]))[0, 1]
+    assert abs(float(both)) < 5 / x.numel() ** 0.5
