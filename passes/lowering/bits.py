@@ -56,7 +56,7 @@ def _draw_packed(node: Node, mask: Node) -> bool:
 
 @lru_cache(maxsize=1)
 def _joined() -> GraphModule:
-    pieces = [torch.zeros(2, 3, dtype=torch.bool, device="cpu")] * IN_A_BYTE
+    pieces = [torch.zeros(2, 3, dtype=torch.bool, device="cpu") for _ in range(IN_A_BYTE)]
     traced = make_fx(lambda *pieces: joined(pieces), decomposition_table=compat.decompositions())(*pieces)
     drop_aliases(traced.graph)
     return traced
