@@ -51,8 +51,8 @@ class Step:
         """The nodes in ``backward``: those that depend on a tangent, and gradients that depend on none."""
         self._wanted: dict[Node, dict[Node, None]] = {}  # of nodes in ``decoded``, casts left out
         self._divide({*self.casts, *(q for q in nodes if q.target is QUANTIZE and self._is_cast(q))})
-        self.aside = [node for node in self.forward if node.op == "call_function" and node not in self.needed]
-        """Forward nodes that forward's results do not depend on."""
+        self.aside = [node for node in self.forward if node not in self.needed and not self.needs_no_saving(node)]
+        """Values of forward that its results do not depend on."""
         self.checkpointed = set(self._checkpointed())
         """Nodes that the user's checkpoints recompute in backward and that backward needs."""
         updates = {at: (parameter, gradient) for parameter, at, gradient in self.joint.stepped(self.stepped)}
