@@ -13,7 +13,7 @@ _PRIMS = torch.ops.prims
 def is_drawn(node: Node) -> bool:
     """Return whether a node draws uniform random numbers from one of Inductor's seeds."""
     target = getattr(_PRIMS, "inductor_random", None)
-    return target is not None and node.target is target.default and node.args[2] == "rand"
+    return target is not None and node.target is target.default and str(node.args[2]) == "rand"
 
 
 def drawn_in_slices(node: Node, size: Sequence[int], count: int) -> list[Node]:

@@ -168,7 +168,7 @@ def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
     if not work.fits_peak:  # the recipe's or plan's block format is used whatever it costs
         needs.forced.update({node: form for node, forms in blocks.items() for form in forms})
     for node, own in copies.own.items():
-        if Bits.can_hold(tensor_of(node)) and not _stays_boolean(node, needs):
+        if Bits.can_hold(tensor_of(node)) and not _stays_boolean(node, needs, work.settings.recipe.hi):
             needs.forms[node] = (Bits(),)
             continue
         plain = [Own(own), *([Low(copies.low[node])] if node in copies.low else ())]
@@ -176,9 +176,12 @@ def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
         needs.forms[node] = (*plain, *moved, *blocks.get(node, ()))
 
 
-def _stays_boolean(node: Node, needs: Needs) -> bool:
-    """Return whether a mask is not packed: the user has it or saves it, or a GPU draws it in the loop that reads it."""
-    is_drawn = tensor_of(node).is_cuda and any(map(draws, node.all_input_nodes))
+def _stays_boolean(node: Node, needs: Needs, hi: Format) -> bool:
+    """Return whether a mask is not packed: the user has it or saves it, or random numbers are drawn for it.
+
+    On a GPU these are drawn in the loop that reads them. Recipe ``fp32`` draws those of plain ``torch.compile``.
+    """
+    is_drawn = (tensor_of(node).is_cuda or hi.bits > 16) and any(map(draws, node.all_input_nodes))
     return is_drawn or node in needs.step.returned or node in needs.forced
 
 
