@@ -187,9 +187,8 @@ class Problem:
     def _bears_rounded_sources(self, node: Node) -> bool:
         """Return whether backward may read a value that is recomputed from rounded ones; within a budget mostly.
 
-        Not where backward compares it with a number: elements near that number would change sides, and each would gain
-        or lose its gradient. Nor where the recomputation enlarges rounding errors, as a square or a difference that
-        cancels does.
+        Not where its sign is a factor of the gradient, as that of ``abs``. Nor where the recomputation enlarges errors,
+        as a square or a difference that cancels does.
         """
         if node in self.needs.comparisons:
             return True  # from a kept copy, see `_must_be_kept`
@@ -227,6 +226,12 @@ class Problem:
             if not demands[node] <= way.serves or (node, way) not in self.columns:
                 way = next(iter(self.ways(node)), FROM_EXACT)
                 if not isinstance(way, Own):
+                    return None
+            if isinstance(way, Recompute) and any(
+                source not in kept and self._must_be_kept(source, node, way) for source in self.sources(node)
+            ):
+                way = next(iter(self.ways(node)))
+                if isinstance(way, Recompute):
                     return None
             ways[node] = way
             if isinstance(way, Recompute):

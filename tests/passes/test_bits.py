@@ -27,8 +27,13 @@ from fxprec.ir.symbolic import PACK_BITS, UNPACK_BITS
 from fxprec.numerics.bits import folded, packed, packed_shape, unpacked
 from fxprec.passes import choose_crossings
 from fxprec.passes.analysis.joint import is_backward
+from fxprec.passes.base import Work
 from fxprec.passes.crossings.choice import Fit
+from fxprec.passes.crossings.costs import Rates
 from fxprec.passes.crossings.needs import Needs
+from fxprec.passes.crossings.problem import Problem
+from fxprec.passes.forms.bits import Bits
+from fxprec.passes.forms.low import Low
 from fxprec.passes.lowering.bits import lower_bits
 
 SIZES = st.integers(1, 24)
@@ -270,3 +275,20 @@ def test_dropout_is_drawn_in_bits_and_each_bit_is_a_draw_of_its_own() -> None:
         assert float((torch.corrcoef(slices) - torch.eye(8)).abs().max()) < 5 / slices.shape[1] ** 0.5
     both = torch.corrcoef(torch.stack([mask.flatten().float() for mask in masks]))[0, 1]
     assert abs(float(both)) < 5 / x.numel() ** 0.5
+
+
+def test_what_a_search_completes_has_no_mask_of_a_value_computed_from_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    within, found = choose_crossings.within_budget, list[object]()
+
+    def watch(work: Work, needs: Needs, *rest: object) -> object:
+        (mask,) = needs.comparisons
+        lows = {node: form for node, forms in needs.forms.items() for form in forms if isinstance(form, Low)}
+        first = min(lows)  # what the norm subtracts from
+        ways = Problem(needs, Rates.of(torch.device("cpu")), ("narrow", "recompute")).completed({first: lows[first]})
+        assert ways is not None
+        found.append(ways[mask])
+        return within(work, needs, *rest)
+
+    monkeypatch.setattr(choose_crossings, "within_budget", watch)
+    compiled(images(), eager_backend("fp8", low_ratio=None, peak_budget="100%"))(torch.randn(8, 4, 16, 16))
+    assert found == [Bits()]
