@@ -42,6 +42,7 @@ from fxprec.compat.backends import name_backend as name_backend
 from fxprec.compat.backends import one_at_a_time as one_at_a_time
 from fxprec.compat.backends import through_dynamo as through_dynamo
 from fxprec.compat.backends import wrapper_of as wrapper_of
+from fxprec.compat.bit_loops import packs_in_loops as packs_in_loops
 from fxprec.compat.budget import annotate_budget as annotate_budget
 from fxprec.compat.budget import keep_random_numbers as keep_random_numbers
 from fxprec.compat.budget import memory_budget as memory_budget
@@ -108,8 +109,8 @@ from fxprec.compat.processor import has_cpu_gemm as has_cpu_gemm
 from fxprec.compat.raised import cause_of as cause_of
 from fxprec.compat.raised import quiet_fakes as quiet_fakes
 from fxprec.compat.raised import users_line as users_line
-from fxprec.compat.random_numbers import drawn_in_slices as drawn_in_slices
-from fxprec.compat.random_numbers import is_drawn as is_drawn
+from fxprec.compat.random_numbers import draw_of as draw_of
+from fxprec.compat.random_numbers import draws_where_read as draws_where_read
 from fxprec.compat.sizes import guessed_sizes as guessed_sizes
 from fxprec.compat.sizes import traced_size as traced_size
 from fxprec.compat.stored import constant_places_are_arguments as constant_places_are_arguments

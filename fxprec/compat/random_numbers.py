@@ -1,8 +1,9 @@
-"""Random numbers as Inductor's joint-graph passes draw them, by seeds of their own."""
+"""Random numbers as Inductor's joint-graph passes draw them, each by a seed and its place in the tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
@@ -10,23 +11,29 @@ from torch.fx import Node
 _PRIMS = torch.ops.prims
 
 
-def is_drawn(node: Node) -> bool:
-    """Return whether a node draws uniform random numbers from one of Inductor's seeds."""
+def draw_of(node: Node) -> tuple[Sequence[int], Node] | None:
+    """Return the size and the seed of uniform random numbers that a node draws from one of Inductor's seeds."""
     target = getattr(_PRIMS, "inductor_random", None)
-    return target is not None and node.target is target.default and str(node.args[2]) == "rand"
+    if target is None or node.target is not target.default or node.kwargs:
+        return None
+    size, seed, mode = node.args
+    assert isinstance(seed, Node), node.format_node()
+    return (cast(Sequence[int], size), seed) if mode == "rand" else None
 
 
-def drawn_in_slices(node: Node, size: Sequence[int], count: int) -> list[Node]:
-    """Insert ``count`` draws of ``size``, each with a seed of its own, at the graph's insertion point."""
-    val: torch.Tensor = node.meta["val"]
-    graph = node.graph
-    seeds = graph.call_function(_PRIMS.inductor_seeds.default, (count, val.device))
-    seeds.meta["val"] = val.new_empty(count, dtype=torch.int64)
-    found = []
-    for place in range(count):
-        seed = graph.call_function(_PRIMS.inductor_lookup_seed.default, (seeds, place))
-        seed.meta["val"] = val.new_empty((), dtype=torch.int64)
-        drawn = graph.call_function(_PRIMS.inductor_random.default, (list(size), seed, "rand"), dict(node.kwargs))
-        drawn.meta["val"] = val.new_empty(size)
-        found.append(drawn)
-    return found
+def draws_where_read(draw: object) -> None:
+    """Make Inductor compute ``draw(size, seed)``, the numbers of its ``inductor_random``, in the loop that reads them.
+
+    Inductor writes its own to memory first.
+    """
+    from torch._inductor import ir, lowering
+
+    stored = lowering.lowerings[_PRIMS.inductor_random.default]
+
+    def drawn(size: object, seed: object) -> Any:
+        return ir.TensorBox.create(
+            stored(size, seed, "rand").data.data.data
+        )  # the loop of a buffer that nothing else reads
+
+    if draw not in lowering.lowerings:
+        lowering.register_lowering(draw, type_promotion_kind=None)(drawn)

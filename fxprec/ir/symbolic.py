@@ -218,6 +218,13 @@ class UnpackBits(Call, op="unpack_bits", fake=lambda call: call.q.new_empty(call
     shape: Sizes
 
 
+class Draw(Call, op="draw", fake=lambda call: call.seed.new_empty(call.size, dtype=torch.float32)):
+    """Draw uniform numbers, those of Inductor's ``inductor_random``, in the loop that reads them."""
+
+    size: Sizes
+    seed: Node
+
+
 class InMemory(Call, op="in_memory", fake=lambda call: torch.empty_like(call.x)):
     """Copy a tensor into its own buffer.
 

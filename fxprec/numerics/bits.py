@@ -45,7 +45,7 @@ def _is_multiple(sizes: Sequence[object]) -> bool:
     return len(known) == len(sizes) and math.prod(known) % IN_A_BYTE == 0
 
 
-def _split(shape: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+def split(shape: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
     """Return the sizes before the folded dimensions, the eight slices of these, and the sizes behind."""
     fold = folded(shape)
     assert fold is not None, "asked before a tensor is packed"
@@ -56,30 +56,20 @@ def _split(shape: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
 
 def packed_shape(shape: Sequence[int]) -> list[int]:
     """Return the shape of a packed tensor's bytes: ``shape`` with the folded dimensions as one, an eighth as long."""
-    before, (_, size), behind = _split(shape)
+    before, (_, size), behind = split(shape)
     return [*before, size, *behind]
 
 
 def packed(x: Tensor) -> Tensor:
-    """Pack booleans into uint8 bytes of `packed_shape`; ``x`` is in memory order.
-
-    The bits are added as float32, which is exact and which CPUs convert faster than they shift bytes.
-    """
-    before, slices, behind = _split(x.shape)
-    return joined(x.reshape(*before, *slices, *behind).unbind(len(before)))
-
-
-def joined(pieces: Sequence[Tensor]) -> Tensor:
-    """Return the bytes of eight slices of booleans."""
-    total = pieces[0].to(torch.float32)
-    for j, piece in enumerate(pieces[1:], 1):
-        total = total + piece.to(torch.float32) * float(2**j)
-    return total.to(torch.uint8)
+    """Pack booleans into uint8 bytes of `packed_shape`; ``x`` is in memory order."""
+    before, slices, behind = split(x.shape)
+    pieces = x.reshape(*before, *slices, *behind).unbind(len(before))
+    return torch.stack([piece.to(torch.uint8) << j for j, piece in enumerate(pieces)]).sum(0, dtype=torch.uint8)
 
 
 def unpacked(q: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the booleans of ``shape`` that `packed` packed."""
-    before, _, behind = _split(shape)
+    before, _, behind = split(shape)
     place = torch.arange(IN_A_BYTE, dtype=torch.int32, device=q.device)
     bit = torch.ones_like(place) << place
     bit = bit.view(*[1] * len(before), IN_A_BYTE, 1, *[1] * len(behind))

@@ -15,7 +15,7 @@ from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.block_copies import Refusals, wanted_block_formats
 from fxprec.passes.analysis.joint import tensor_of, value
 from fxprec.passes.analysis.replay.casts import CastKernels
-from fxprec.passes.analysis.replay.kernels import Kind, can_repeat, draws, kind_of
+from fxprec.passes.analysis.replay.kernels import Kind, can_repeat, kind_of
 from fxprec.passes.analysis.replay.step import Step
 from fxprec.passes.analysis.saved_bytes import bytes_per_element
 from fxprec.passes.analysis.saved_values import is_repeated
@@ -168,21 +168,13 @@ def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
     if not work.fits_peak:  # the recipe's or plan's block format is used whatever it costs
         needs.forced.update({node: form for node, forms in blocks.items() for form in forms})
     for node, own in copies.own.items():
-        if Bits.can_hold(tensor_of(node)) and not _stays_boolean(node, needs, work.settings.recipe.hi):
+        is_free = node not in needs.step.returned and node not in needs.forced
+        if is_free and Bits.can_hold(tensor_of(node)):
             needs.forms[node] = (Bits(),)
             continue
         plain = [Own(own), *([Low(copies.low[node])] if node in copies.low else ())]
         moved = map(OnHost, plain) if node in movable else ()
         needs.forms[node] = (*plain, *moved, *blocks.get(node, ()))
-
-
-def _stays_boolean(node: Node, needs: Needs, hi: Format) -> bool:
-    """Return whether a mask is not packed: the user has it or saves it, or random numbers are drawn for it.
-
-    On a GPU these are drawn in the loop that reads them. Recipe ``fp32`` draws those of plain ``torch.compile``.
-    """
-    is_drawn = (tensor_of(node).is_cuda or hi.bits > 16) and any(map(draws, node.all_input_nodes))
-    return is_drawn or node in needs.step.returned or node in needs.forced
 
 
 def find_formats(work: Work) -> list[BlockFormat]:

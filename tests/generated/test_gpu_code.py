@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("triton")
 
@@ -19,8 +20,10 @@ from generated.test_gemm_training import Network
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/ is not installed
 
-from benchmarks.gpu.absent import compiled_kernels, inductor_code, lowered_halves, pretend
+from benchmarks.gpu.absent import compiled_kernels, inductor_code, lowered_halves, moved_to_cuda, pretend
 from fxprec import Backend, Config, GradScaling
+from fxprec.ir.symbolic import PACK_BITS, UNPACK_BITS
+from fxprec.passes.lowering.bits import lower_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION", "ignore:weigh-gemms", "ignore:storage=")
 
@@ -136,6 +139,21 @@ def test_moments_take_the_gpus_own_logarithm(monkeypatch: pytest.MonkeyPatch) ->
     code = inductor_code(backward, "backward")
     assert "lg2.approx.f32" in code
     assert ".log(" not in code
+
+
+def test_dropout_is_drawn_and_packed_in_one_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def dropout(x: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+        bits = PACK_BITS(torch.ops.prims.inductor_random([64, 256], seed, "rand") > 0.1)
+        return bits, torch.where(UNPACK_BITS(bits, [64, 256]), x, 0)
+
+    gm = make_fx(dropout, tracing_mode="fake")(torch.randn(64, 256), torch.zeros((), dtype=torch.int64))
+    lower_bits(gm.graph)
+    pretend(monkeypatch, 90)
+    code = inductor_code(moved_to_cuda(gm), "forward")
+    assert code.count("async_compile.triton(") == 2, "one packs, one reads"
+    assert code.count("empty_strided_cuda(") == 2, "the bits and the result"
+    assert len(re.findall(r"rand4x\(|tl.rand\(", code)) == 8
+    assert len(list(compiled_kernels(code, tmp_path))) >= 2
 
 
 def deep(layers: int) -> nn.Module:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,8 +14,8 @@ from hypothesis import strategies as st
 from models import Apply
 from one_pass import run_pass
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -62,19 +61,23 @@ def test_one_dimension_is_split_and_not_the_last() -> None:
     assert folded(["batch", 16, 5]) == (1, 1)
 
 
-@pytest.mark.parametrize("shape", [(16, 128), (3, 16, 40), (4, 6, 5, 16)])
-def test_lowered_to_aten_the_bits_are_the_same(shape: tuple[int, ...]) -> None:
-    def both(x: Tensor) -> tuple[Tensor, Tensor]:
-        q = PACK_BITS(x)
-        return q, UNPACK_BITS(q, list(shape))
+@pytest.mark.inductor
+def test_inductors_loops_pack_the_same_bits() -> None:
+    shapes = [(16, 128), (3, 16, 40), (4, 6, 5, 16)]
+    masks = [torch.rand(shape) < 0.5 for shape in shapes]
 
-    x = torch.rand(shape) < 0.5
-    traced: GraphModule = make_fx(both, tracing_mode="fake")(x)
-    wanted = traced(x)
-    lower_bits(traced.graph)
-    traced.recompile()
-    assert not [node for node in traced.graph.nodes if node.target in (PACK_BITS, UNPACK_BITS)]
-    assert all(torch.equal(a, b) for a, b in zip(traced(x), wanted, strict=True))
+    def both(masks: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        packed = [PACK_BITS(mask.logical_not().logical_not()) for mask in masks]
+        return [(q, UNPACK_BITS(q, list(mask.shape))) for q, mask in zip(packed, masks, strict=True)]
+
+    def lowered(gm: GraphModule, args: list[Tensor]) -> Callable[..., object]:
+        lower_bits(gm.graph)
+        return compat.compile_fx(gm, args)
+
+    torch._dynamo.reset()
+    for mask, (q, read) in zip(masks, torch.compile(both, backend=lowered)(masks), strict=True):
+        assert torch.equal(q, packed(mask))
+        assert torch.equal(read, mask)
 
 
 def images(norm: bool = True) -> nn.Module:
@@ -253,28 +256,37 @@ def test_a_comparison_that_backward_repeats_is_not_in_forwards_memory(monkeypatc
 
 
 @pytest.mark.inductor
-def test_dropout_is_drawn_in_bits_and_each_bit_is_a_draw_of_its_own() -> None:
-    """One loop draws eight numbers and packs them; nowhere do random numbers lie in memory."""
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    model, x = nn.Sequential(nn.Dropout(0.3)), torch.ones(512, 256, requires_grad=True)
-    step = torch.compile(model, backend=fxprec.Backend(fxprec.Config(recipe="bf16")))
-    masks = []
-    with mock.patch("fxprec.compat.drawn_in_slices", side_effect=compat.drawn_in_slices) as draw:
-        for _ in range(2):
-            x.grad = None
-            y = step(x)
-            y.sum().backward()
-            assert torch.equal(y, x.grad), "forward's mask and backward's"
-            masks.append(y != 0)
-    assert draw.call_count == 1
-    deviation = (0.3 * 0.7 / x.numel()) ** 0.5
-    for mask in masks:
-        assert abs(float(mask.float().mean()) - 0.7) < 5 * deviation
-        slices = mask.view(8, -1).float()
-        assert float((torch.corrcoef(slices) - torch.eye(8)).abs().max()) < 5 / slices.shape[1] ** 0.5
-    both = torch.corrcoef(torch.stack([mask.flatten().float() for mask in masks]))[0, 1]
-    assert abs(float(both)) < 5 / x.numel() ** 0.5
+@pytest.mark.parametrize(
+    "config", [fxprec.Config(recipe="bf16"), fxprec.Config(recipe="fp32", peak_budget="100%")], ids=["bf16", "fp32"]
+)
+def test_dropout_in_bits_drops_what_inductor_drops(config: fxprec.Config) -> None:
+    """One loop draws and packs; nowhere do random numbers lie in memory."""
+
+    def masks(backend: object) -> tuple[list[Tensor], str]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        x, layer = torch.ones(512, 256, requires_grad=True), nn.Linear(256, 256, bias=False)
+        nn.init.eye_(layer.weight)
+        step, found = torch.compile(nn.Sequential(layer, nn.Dropout(0.3)), backend=backend), list[Tensor]()
+
+        def run() -> None:
+            for _ in range(2):
+                x.grad = None
+                y = step(x)
+                y.sum().backward()
+                assert torch.equal(y != 0, x.grad != 0), "forward's mask and backward's"
+                found.append(y != 0)
+
+        _, (forward, *_) = run_and_get_code(run)
+        return found, forward
+
+    ours, code = masks(fxprec.Backend(config))
+    theirs, _ = masks("inductor")
+    assert all(map(torch.equal, ours, theirs))
+    assert not torch.equal(*ours)
+    assert "empty_strided_cpu((64, 256), (256, 1), torch.uint8)" in code
+    assert code.count("normalized_rand_cpu(") >= 8
+    assert "empty_strided_cpu((512, 256), (256, 1), torch.bool)" not in code
 
 
 def test_what_a_search_completes_has_no_mask_of_a_value_computed_from_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:

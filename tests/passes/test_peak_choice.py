@@ -380,7 +380,7 @@ def test_no_choice_made_under_other_costs_is_better(chooser: Chooser) -> None:
 def test_what_follows_a_relu_is_computed_again_from_its_copy_in_8_bits() -> None:
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())]
-    found = chooser_of(nn.Sequential(*layers), torch.randn(512, 64, requires_grad=True))
+    found = chooser_of(nn.Sequential(*layers, nn.Linear(64, 64)), torch.randn(512, 64, requires_grad=True))
     relus = [node for node in found.problem.nodes if node.target is aten.relu.default]
     kept = {node: form for node in relus[::2] for form in found.problem.needs.forms[node] if isinstance(form, Low)}
     ways = found.problem.completed(kept)
