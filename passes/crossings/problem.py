@@ -315,14 +315,16 @@ class Problem:
 
     def _is_read(self, node: Node) -> bool:
         """Return whether backward reads a result that can be recomputed, a view or a cast left out."""
-        can_be = any(isinstance(way, Recompute) for way in self.ways(node))
-        return can_be and self.demand(node) is not None and not is_view_or_cast(node)
+        return self._can_repeat(node) and self.demand(node) is not None and not is_view_or_cast(node)
+
+    def _can_repeat(self, node: Node) -> bool:
+        return node in self._by_node and any(isinstance(way, Recompute) for way in self.ways(node))
 
     def _computed_from(self, node: Node) -> set[Node]:
         """Return what a recomputation of a value may compute, up to values that backward reads."""
         found, stack = set[Node](), [node]
         while stack:
-            new = {n for n in self.sources(stack.pop()) if n in self._by_node} - found
+            new = {n for n in self.sources(stack.pop()) if self._can_repeat(n)} - found
             found |= new
             stack += (n for n in new if not self._is_read(n))
         return found

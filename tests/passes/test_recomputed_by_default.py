@@ -100,6 +100,17 @@ def test_a_residual_block_is_not_recomputed_from_the_one_before() -> None:
     assert not any(behind(relu) & set(found) for relu in found)
 
 
+def test_behind_a_convolution_a_norm_is_recomputed_as_if_it_were_the_first() -> None:
+    """Nothing is recomputed through a convolution, so its result starts no chain."""
+
+    def subtracted(blocks: int) -> int:
+        layers = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(blocks)]
+        model = nn.Sequential(*(layer for block in layers for layer in block), nn.Conv2d(8, 4, 3, padding=1))
+        return len(recomputed(torch.ops.aten.sub.Tensor, model, torch.randn(4, 8, 16, 16)))
+
+    assert subtracted(3) == 3 * subtracted(1)
+
+
 def test_a_norm_between_two_convolutions_is_recomputed_in_bf16() -> None:
     layers = nn.Conv2d(4, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3, padding=1)
     assert len(recomputed(torch.ops.aten.relu.default, nn.Sequential(*layers), torch.randn(4, 4, 16, 16))) == 1
