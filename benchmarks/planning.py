@@ -25,6 +25,7 @@ from fxprec.demo.models import CharTransformer
 from fxprec.errors import BudgetError
 from fxprec.passes import choose_crossings
 from fxprec.passes.crossings import problem
+from fxprec.passes.crossings.effort import Effort
 
 LAYERS, BUDGETS = (2, 4, 6, 12, 24), ("60%", "30%", "1%")
 
@@ -37,7 +38,7 @@ def measure(layers: int, budget: str, cpu: str) -> dict[str, Any]:
     """Plan one network for one budget."""
     torch.compiler.reset()
     row: dict[str, Any] = {"layers": layers, "budget": budget, "cpu": cpu}
-    efforts: dict[int, problem.Effort] = {}
+    efforts: dict[int, Effort] = {}
     solve, solved, begin = problem.Problem.solve, choose_crossings.within_budget, time.process_time()
 
     def counted(self: problem.Problem, *args: Any) -> Any:

@@ -14,9 +14,10 @@ from fxprec.passes.budget_part import Bound
 from fxprec.passes.crossings.choice import Chooser, Fit
 from fxprec.passes.crossings.costs import Rates
 from fxprec.passes.crossings.curve import curve
+from fxprec.passes.crossings.effort import Effort
 from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.crossings.overlap import overlapped
-from fxprec.passes.crossings.problem import Effort, Problem
+from fxprec.passes.crossings.problem import Problem
 from fxprec.passes.crossings.progress import Progress
 
 

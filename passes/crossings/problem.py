@@ -22,8 +22,8 @@ from fxprec.passes.analysis.joint import is_view_or_cast, readers, tensor_of, va
 from fxprec.passes.analysis.replay.kernels import Kind, is_square, kind_of, result_bytes
 from fxprec.passes.analysis.ways import FROM_EXACT, FROM_ROUNDED, LOW, Demand, Form, Recompute, Way
 from fxprec.passes.crossings.costs import Rates
+from fxprec.passes.crossings.effort import Effort
 from fxprec.passes.crossings.needs import Needs
-from fxprec.passes.crossings.progress import Progress
 from fxprec.passes.crossings.repeats import groups_of
 from fxprec.passes.forms.own import Own
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 _CHEAP = (Kind.FUSED, Kind.VIEW, Kind.FREE, Kind.PIECE)
 _SEARCHED = 30  # branch-and-bound nodes of one search
 _WIDE = 500  # columns of one search; in a larger problem equal blocks share columns
-_EFFORT = 3_000  # columns of all searches that answer one question
-_REPLAYED = 200_000  # items of all choices that are replayed to lower a peak
 EXACT, ROUGHLY = 1e-3, 0.05
 """Relative optimality gaps: of the choice that is made, and of choices that are only reported."""
 _WHOLE = 1e-6
@@ -47,46 +45,6 @@ Row = tuple[Mapping[int, float], float, float]
 """Coefficients by column, and the lower and the upper limit of their sum."""
 Ways = Mapping[Node, Way]
 _Vector = npt.NDArray[np.float64]
-
-
-@dataclass
-class Effort:
-    """The work that a search may still do. Work is counted, not timed, so that every process finds the same choice."""
-
-    columns: int = _EFFORT
-    items: int = _REPLAYED
-    searches: int = 0
-    """Calls of HiGHS with integer variables since the problem was made."""
-    nodes: int = 0
-
-    progress: Progress = field(default_factory=Progress)
-
-    def renew(self) -> None:
-        """Allow as much search and as many replays as at the start."""
-        self.columns = _EFFORT
-        self.renew_replays()
-
-    def renew_replays(self) -> None:
-        """Allow as many replays as at the start; the allowance for searches stays."""
-        self.items = _REPLAYED
-
-    def searched(self, nodes: int) -> None:
-        """Count one search of ``nodes`` branch-and-bound nodes, and show the counts."""
-        self.searches += 1
-        self.nodes += nodes
-        self.progress.show(f"planning what is kept for backward: search {self.searches}, {self.nodes} nodes")
-
-    def take_replay(self, items: int) -> bool:
-        """Subtract a replay of ``items`` from the allowance; return whether it may run."""
-        self.items -= items
-        return self.items >= 0
-
-    def take_search(self, columns: int) -> bool:
-        """Subtract a search of ``columns`` from the allowance, or return False if the search is too large."""
-        if columns > self.columns:
-            return False
-        self.columns -= columns
-        return True
 
 
 @dataclass

@@ -18,10 +18,11 @@ from fxprec.passes.analysis import sensitive
 from fxprec.passes.analysis.replay.replay import Kept, Replay
 from fxprec.passes.analysis.replay.step import Step
 from fxprec.passes.budget_part import Bound
-from fxprec.passes.crossings import choice
+from fxprec.passes.crossings import choice, effort
 from fxprec.passes.crossings import problem as problems
 from fxprec.passes.crossings.choice import Chooser
 from fxprec.passes.crossings.costs import Rates
+from fxprec.passes.crossings.effort import Effort
 from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.crossings.problem import Problem
 from fxprec.passes.crossings.repeats import find_repeats, groups_of
@@ -82,7 +83,7 @@ def test_a_question_takes_no_more_than_its_effort(share: float, monkeypatch: pyt
     found = chooser.within(Bound(share * chooser.unlimited.peak))
     assert (found is None) == (share == 0.01)
     assert max(sizes, default=0) <= 1.2 * problems._WIDE
-    assert sum(sizes) <= problems._EFFORT
+    assert sum(sizes) <= effort._EFFORT
     assert chooser.problem.effort.nodes <= problems._SEARCHED * chooser.problem.effort.searches
 
 
@@ -106,22 +107,22 @@ def test_a_budget_out_of_reach_says_so_within_the_same_effort(monkeypatch: pytes
     taken: dict[str, list[int]] = {"take_search": [], "take_replay": []}
 
     def watch(name: str) -> None:
-        asked = getattr(problems.Effort, name)
+        asked = getattr(Effort, name)
 
-        def watched(self: problems.Effort, size: int) -> bool:
+        def watched(self: Effort, size: int) -> bool:
             is_left: bool = asked(self, size)
             taken[name].extend([size] if is_left else [])
             return is_left
 
-        monkeypatch.setattr(problems.Effort, name, watched)
+        monkeypatch.setattr(Effort, name, watched)
 
     watch("take_search")
     watch("take_replay")
     backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget=1000)
     with pytest.raises(BudgetError, match="the lowest peak found is"):
         torch.compile(transformer(4), backend=backend)(TOKENS)
-    assert sum(taken["take_search"]) <= 3 * problems._EFFORT, "of everything kept, within the budget, and the least"
-    assert 0 < sum(taken["take_replay"]) <= problems._REPLAYED, "within the budget and the least together"
+    assert sum(taken["take_search"]) <= 3 * effort._EFFORT, "of everything kept, within the budget, and the least"
+    assert 0 < sum(taken["take_replay"]) <= effort._REPLAYED, "within the budget and the least together"
 
 
 def test_a_choice_that_lowers_nothing_is_replayed_once(monkeypatch: pytest.MonkeyPatch) -> None:
