@@ -221,7 +221,7 @@ class Training:
         """Return what calls the model inside of what a case puts around it."""
         if self.case.functional:
             return lambda inputs: functional_call(
-                self.called, {name: p * 1.0 for name, p in self.model.named_parameters()}, (inputs,)
+                self.called, {name: p * 1.0 for name, p in self.called.named_parameters()}, (inputs,)
             )
         if self.case.outer in ("checkpoint", "reentrant") and self.model.training:
             is_reentrant = self.case.outer == "reentrant"
