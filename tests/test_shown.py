@@ -192,6 +192,19 @@ def test_logs_carry_the_bytes_saved() -> None:
     assert summary(model)["fxprec/saved_bytes_in_bf16"] == plan.saved_bytes.bf16
 
 
+def test_logs_carry_the_peak_and_its_budget() -> None:
+    torch._dynamo.reset()
+    options = {"recipe": "fp8", "lowering": "eager", "peak_budget": "1MiB"}
+    model = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), backend="fxprec", options=options)
+    model(torch.randn(4, 8)).sum().backward()
+    (plan,) = fxprec.backend_of(model).plans
+    assert plan.peak_bytes is not None
+    found = summary(model)
+    assert (found["fxprec/peak_bytes"], found["fxprec/peak_budget"]) == (plan.peak_bytes.planned, 2**20)
+    measured = replace(plan.peak_bytes, compiled=2 * plan.peak_bytes.planned)
+    assert measured.held == 2 * plan.peak_bytes.planned
+
+
 def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """Put a terminal in the place of standard error; no fixture, since pytest replaces the stream after those."""
     err = Terminal()

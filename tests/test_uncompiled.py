@@ -274,3 +274,11 @@ def test_the_summary_says_that_nothing_is_compiled_and_why() -> None:
     assert re.match(
         r"fxprec fp8: nothing is compiled yet; forward \(.*test_uncompiled.py:\d+\): runs uncom", backend.summary()
     )
+
+
+@pytest.mark.filterwarnings("ignore::fxprec.FxprecWarning")
+def test_the_summary_names_what_a_break_leaves_uncompiled() -> None:
+    backend = fxprec.Backend(fxprec.Config(recipe="fp8", lowering="eager"))
+    torch.compile(Around(hooked(nn.Linear(16, 16))), backend=backend)(torch.randn(3, 16)).sum().backward()
+    words = r"saved for backward .*; forward \(.*test_uncompiled.py:\d+\) leaves part uncompiled$"
+    assert re.search(words, backend.summary())

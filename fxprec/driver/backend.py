@@ -333,13 +333,14 @@ class Backend(Watched):
         self._model.load(saved_state.unpacked(state))
 
     def summary(self) -> str:
-        """Return one line: the bytes that a step saves for backward, its peak, and the number of bits."""
+        """Return one line: saved bytes, the peak under a budget, tensors by bits, and the code that runs uncompiled."""
         if not self._is_planned:
             return f"fxprec {self._settings.recipe.name}: nothing is rounded, and Inductor compiles as without fxprec"
         if self.frames.left and not self.plans:
-            code, why = next(iter(self.frames.left.items()))
-            return f"fxprec {self._settings.recipe.name}: nothing is compiled yet; {code}: {why}"
-        return shown.line(self.latest_plans, others=len(self.plans) - len(self.latest_plans))
+            code, (what, why) = next(iter(self.frames.left.items()))
+            return f"fxprec {self._settings.recipe.name}: nothing is compiled yet; {code}: {what}, {why}"
+        uncompiled = [f"{code} {what}" for code, (what, _) in self.frames.left.items()]
+        return shown.line(self.latest_plans, others=len(self.plans) - len(self.latest_plans), uncompiled=uncompiled)
 
     def __repr__(self) -> str:
         return f"<Backend, step {self._step()}: {self.summary()}>"

@@ -27,15 +27,15 @@ class Frames:
     log: EventLog
     step: Callable[[], int]
     compilations: compat.Compilations = field(default_factory=compat.Compilations)
-    left: dict[str, str] = field(default_factory=dict)
-    """The code that does not run compiled, and why."""
+    left: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """For each code that runs uncompiled, or leaves modules uncompiled: which of the two, and why."""
 
-    def tell(self, code: str, detail: str, *, is_for_good: bool = True) -> None:
-        """Warn that ``code`` does not run compiled. Raises `FallbackError` through Dynamo under ``strict``."""
+    def tell(self, code: str, what: str, why: str, *, is_for_good: bool = True) -> None:
+        """Warn that ``code`` does ``what``, for instance runs uncompiled. Raises `FallbackError` under ``strict``."""
         if is_for_good:
-            self.left.setdefault(code, detail)
+            self.left.setdefault(code, (what, why))
         try:
-            self.log.tell(code, detail, step=self.step())
+            self.log.tell(code, f"{what}, {why}", step=self.step())
         except FxprecError as error:
             raise compat.through_dynamo(error) from error
 
@@ -105,35 +105,34 @@ def _replace(patches: ExitStack) -> None:
         frames = known(wrapper)
         return None if frames is None else frames.compilations
 
-    def tell(wrapper: object, code: str, detail: str) -> None:
+    def tell(wrapper: object, code: str, what: str, why: str) -> None:
         try:
             backend = called_by(wrapper)
         except FxprecError as error:
             raise compat.through_dynamo(error) from error
         if backend is not None:
-            backend.frames.tell(code, detail)
+            backend.frames.tell(code, what, why)
 
     def tell_of_frame(wrapper: object, code: str, owner: object, reason: str) -> None:
         if isinstance(owner, Module) and not _is_made(owner):
             return  # the constructor of a module that forward creates; it computes nothing of the step
-        tell(
-            wrapper, code, f"runs uncompiled, in the model's own precision{_left_out(owner)}: {reason}. {_mend(owner)}"
-        )
+        tell(wrapper, code, _RUNS, f"in the model's own precision{_left_out(owner)}: {reason}. {_mend(owner)}")
 
     def note_break(wrapper: object, code: str, owner: object, reason: str, called: Called) -> None:
         if left := _left_behind(owner, called):
             mend = _ALLOW if reason == compat.LEAVES_RECURRENT else _BREAK
-            tell(wrapper, code, f"leaves {left} uncompiled, in the model's own precision: {reason.rstrip('.')}. {mend}")
+            why = f"in the model's own precision: {reason.rstrip('.')}. {mend}"
+            tell(wrapper, code, f"leaves {left} uncompiled", why)
         elif (frames := known(wrapper)) is not None:
             frames.note_break(code, reason)
 
     def tell_of_limit(wrapper: object, code: str, limit: str) -> None:
-        tell(wrapper, code, _LIMIT.format(limit))
+        tell(wrapper, code, _RUNS, _LIMIT.format(limit))
 
     def tell_of_mode(wrapper: object, code: str, mode: str) -> bool:
         frames = known(wrapper)
         if frames is not None:
-            frames.tell(code, _MODE.format(mode), is_for_good=False)
+            frames.tell(code, f"{_RUNS} in this call", _MODE.format(mode), is_for_good=False)
         return frames is not None
 
     patches.enter_context(compat.recompiles_per_model(compilations, tell_of_limit))
@@ -144,13 +143,14 @@ def _replace(patches: ExitStack) -> None:
     patches.enter_context(compat.torchs_modules_in_place(lambda wrapper: known(wrapper) is not None))
 
 
+_RUNS = "runs uncompiled"
 _LIMIT = (
-    "runs uncompiled, in the model's own precision, where no compiled code fits: this model hit "
+    "in the model's own precision, where no compiled code fits: this model hit "
     "torch._dynamo.config.{}, and Dynamo compiles this code no further for it; see "
     'TORCH_LOGS="recompiles" for what changes from call to call, make it a tensor, or raise the limit'
 )
 _MODE = (
-    "runs uncompiled in this call, in the model's own precision: Dynamo compiles nothing inside of a torch dispatch "
+    "in the model's own precision: Dynamo compiles nothing inside of a torch dispatch "
     "mode, here {}; calls outside of it are compiled"
 )
 _ALLOW = "Set torch._dynamo.config.allow_rnn=True to compile it"

@@ -13,7 +13,8 @@ from fxprec.driver.backend import Backend
 from fxprec.errors import ConfigError, writing
 from fxprec.integrations.alerts import NUMBERS, Alert, alerts_of, note_alerts
 from fxprec.integrations.backends import backends_in
-from fxprec.plan.plan import saved_low_share
+from fxprec.plan.plan import Plan, saved_low_share
+from fxprec.plan.shown import fullest_peak
 
 COLUMNS = (
     "step", "model", "graph", "site", "tensor", "module", "kind", "format", "promoted_at", "amax", "overflow_ratio",
@@ -27,7 +28,8 @@ def summary(model: object) -> dict[str, float]:
 
     They are: the largest overflow and underflow ratios over all tensors; the share of all elements that the policy made
     low, averaged over steps and backends; the bytes that a step saves for backward, their share in fewer than 16 bits,
-    and the bytes of the same tensors in bf16; the counts of promoted tensors and skipped steps.
+    and the bytes of the same tensors in bf16; under a peak budget, the peak of the graph that is nearest to its part of
+    the budget, and that part; the counts of promoted tensors and skipped steps.
     """
     backends = backends_in(model)
     return _summary(backends, _rows(backends))
@@ -48,9 +50,15 @@ def _summary(backends: Mapping[str, Backend], rows: Sequence[Mapping[str, Any]])
         "fxprec/saved_low_share": saved_low_share(plans),
         "fxprec/saved_bytes": sum(count.planned for count in saved),
         "fxprec/saved_bytes_in_bf16": sum(count.bf16 for count in saved),
+        **_peak(plans),
         "fxprec/promoted": sum(len(plan.promoted) for plan in plans),
         "fxprec/skipped_steps": sum(backend.skipped_steps for backend in backends.values()),
     }
+
+
+def _peak(plans: Sequence[Plan]) -> dict[str, float]:
+    peak = fullest_peak(plans)
+    return {} if peak is None else {"fxprec/peak_bytes": peak.held, "fxprec/peak_budget": peak.room}
 
 
 def log_statistics(

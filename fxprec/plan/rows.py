@@ -296,3 +296,8 @@ class PeakBytes:
     def room(self) -> int:
         """The bytes that the budget leaves for this graph."""
         return self.budget - self.beside - self.reserved
+
+    @property
+    def held(self) -> int:
+        """The peak of this graph's allocations, in bytes; as predicted if that of the compiled graphs is unknown."""
+        return self.planned if self.compiled is None else self.compiled

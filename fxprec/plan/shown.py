@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from fxprec.numerics.bits import BIT
-from fxprec.plan.rows import WAYS_SAID, Way
+from fxprec.plan.rows import WAYS_SAID, PeakBytes, Way
 
 if TYPE_CHECKING:
     from fxprec.plan.plan import Plan
@@ -18,10 +18,10 @@ _NONE = "nothing planned yet; the first training step compiles"
 _ROWS = 50  # number of tensors in a notebook's table
 
 
-def line(plans: Sequence[Plan], graph: str = "", *, others: int = 0) -> str:
+def line(plans: Sequence[Plan], graph: str = "", *, others: int = 0, uncompiled: Iterable[str] = ()) -> str:
     """Return one line on the saved bytes and the peak of a model's or a graph's plans, without unknown parts.
 
-    ``others``: number of graphs that run in other steps.
+    ``others``: number of graphs that run in other steps. ``uncompiled``: clauses on code that runs uncompiled.
     """
     if not plans:
         return f"fxprec: {_NONE}"
@@ -29,7 +29,7 @@ def line(plans: Sequence[Plan], graph: str = "", *, others: int = 0) -> str:
     name += f", {graph}" if graph else ""
     name += ", evaluation" if all(plan.is_evaluation for plan in plans) else ""
     more = [f"{others} more graph{'s' if others > 1 else ''} for other inputs"] if others else []
-    return f"fxprec {name}: " + "; ".join([*parts(plans), *more])
+    return f"fxprec {name}: " + "; ".join([*parts(plans), *more, *uncompiled])
 
 
 def parts(plans: Sequence[Plan]) -> list[str]:
@@ -52,15 +52,19 @@ def _saved(plans: Sequence[Plan]) -> str:
 
 
 def _peak(plans: Sequence[Plan]) -> str:
-    """Return a text on the peak of the graph that uses the largest share of its part of the budget."""
-    peaks = [plan.peak_bytes for plan in plans if plan.peak_bytes is not None]
-    if not peaks:
+    fullest = fullest_peak(plans)
+    if fullest is None:
         return ""
-    held = [(peak.planned if peak.compiled is None else peak.compiled, peak.room, peak.high) for peak in peaks]
-    ours, whole, high = _sizes(*max(held, key=lambda sizes: sizes[0] / max(sizes[1], 1)))
-    predicted = "predicted " if peaks[0].compiled is None else ""
+    ours, whole, high = _sizes(fullest.held, fullest.room, fullest.high)
+    predicted = "predicted " if fullest.compiled is None else ""
     all_kept = f"{high.partition(' ')[0]} with everything kept in {plans[0].recipe.hi.name}"
     return f"{predicted}peak {ours.partition(' ')[0]} of {whole} ({all_kept})"
+
+
+def fullest_peak(plans: Sequence[Plan]) -> PeakBytes | None:
+    """Return the peak of the graph that uses the largest share of its part of the budget; None without a budget."""
+    peaks = [plan.peak_bytes for plan in plans if plan.peak_bytes is not None]
+    return max(peaks, key=lambda peak: peak.held / max(peak.room, 1), default=None)
 
 
 def _tensors(plans: Sequence[Plan]) -> str:
