@@ -31,9 +31,8 @@ def draws_where_read(draw: object) -> None:
     stored = lowering.lowerings[_PRIMS.inductor_random.default]
 
     def drawn(size: object, seed: object) -> Any:
-        return ir.TensorBox.create(
-            stored(size, seed, "rand").data.data.data
-        )  # the loop of a buffer that nothing else reads
+        loop = stored(size, seed, "rand").data.data.data  # of a buffer that nothing reads, which Inductor leaves out
+        return ir.TensorBox.create(loop)
 
     if draw not in lowering.lowerings:
         lowering.register_lowering(draw, type_promotion_kind=None)(drawn)

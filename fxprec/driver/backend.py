@@ -340,6 +340,8 @@ class Backend(Watched):
             code, (what, why) = next(iter(self.frames.left.items()))
             return f"fxprec {self._settings.recipe.name}: nothing is compiled yet; {code}: {what}, {why}"
         uncompiled = [f"{code} {what}" for code, (what, _) in self.frames.left.items()]
+        if len(uncompiled) > _NAMED:
+            uncompiled[_NAMED:] = [f"{len(uncompiled) - _NAMED} more run or leave code uncompiled"]
         return shown.line(self.latest_plans, others=len(self.plans) - len(self.latest_plans), uncompiled=uncompiled)
 
     def __repr__(self) -> str:
@@ -359,6 +361,7 @@ class Backend(Watched):
         self.load_state_dict(state)
 
 
+_NAMED = 2  # pieces of uncompiled code that the summary names
 _NOBODY = (
     "no stored tensor left its usual range; check the batch and the learning rate, or watch more with "
     "on_nonfinite='report'"
