@@ -282,7 +282,7 @@ def test_the_summary_names_what_a_break_leaves_uncompiled() -> None:
     torch.compile(Around(hooked(nn.Linear(16, 16))), backend=backend)(torch.randn(3, 16)).sum().backward()
     words = r"saved for backward .*; forward \(.*test_uncompiled.py:\d+\) leaves part uncompiled$"
     assert re.search(words, backend.summary())
-    backend.frames.left.update({name: ("runs uncompiled", "") for name in ("first", "second")})
+    backend.frames.left.update(dict.fromkeys(("first", "second"), ("runs uncompiled", "")))
     assert backend.summary().endswith(
         " leaves part uncompiled; first runs uncompiled; 1 more run or leave code uncompiled"
     )
