@@ -15,7 +15,7 @@ from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.block_copies import Refusals, wanted_block_formats
 from fxprec.passes.analysis.joint import tensor_of, value
 from fxprec.passes.analysis.replay.casts import CastKernels
-from fxprec.passes.analysis.replay.kernels import Kind, can_repeat, kind_of
+from fxprec.passes.analysis.replay.kernels import Kind, can_repeat, draws, kind_of
 from fxprec.passes.analysis.replay.step import Step
 from fxprec.passes.analysis.saved_bytes import bytes_per_element
 from fxprec.passes.analysis.saved_values import is_repeated
@@ -169,7 +169,7 @@ def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
         needs.forced.update({node: form for node, forms in blocks.items() for form in forms})
     for node, own in copies.own.items():
         is_free = node not in needs.step.returned and node not in needs.forced
-        if is_free and Bits.can_hold(tensor_of(node)):
+        if is_free and Bits.can_hold(tensor_of(node), is_drawn=any(map(draws, node.all_input_nodes))):
             needs.forms[node] = (Bits(),)
             continue
         plain = [Own(own), *([Low(copies.low[node])] if node in copies.low else ())]

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from fxprec.ir.symbolic import PackBits, UnpackBits
-from fxprec.numerics.bits import BIT, Bit, folded
+from fxprec.numerics.bits import BIT, IN_A_BYTE, Bit, folded
 from fxprec.passes.analysis.joint import is_dense, memory_order, tensor_of
 from fxprec.passes.analysis.ways import ANY, Form
 from fxprec.passes.forms.stage import Stage
@@ -30,12 +30,20 @@ class Bits(Form):
     options = frozenset()
 
     @staticmethod
-    def can_hold(val: torch.Tensor) -> bool:
-        """Return whether a tensor is a mask that can be packed: dense, of static shape, and not short."""
+    def can_hold(val: torch.Tensor, *, is_drawn: bool = False) -> bool:
+        """Return whether a tensor is a mask that can be packed: dense, of static shape, and not short.
+
+        ``is_drawn``: random numbers are drawn for the mask, in the loop that packs it. On a GPU that loop draws four
+        numbers at once, for places that follow each other. So each slice must lie in one piece.
+        """
         is_static = all(isinstance(size, int) for size in (*val.shape, *val.stride()))
-        if val.dtype is not torch.bool or not is_static or val.numel() < _FEW:
+        if val.dtype is not torch.bool or not is_static or val.numel() < _FEW or not is_dense(val):
             return False
-        return is_dense(val) and folded([val.shape[d] for d in memory_order(val)]) is not None
+        fold = folded([val.shape[d] for d in memory_order(val)])
+        if fold is None:
+            return False
+        is_in_pieces = fold[0] == 0 and val.is_contiguous() and val.numel() % (4 * IN_A_BYTE) == 0
+        return is_in_pieces or not (is_drawn and val.is_cuda)
 
     def store(self, value: Node, stage: Stage) -> None:
         graph, val = stage.graph, tensor_of(value)

@@ -15,6 +15,7 @@ from models import Apply
 from one_pass import run_pass
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -253,6 +254,22 @@ def test_a_comparison_that_backward_repeats_is_not_in_forwards_memory(monkeypatc
     (mask,) = needs.comparisons
     assert mask not in fit.replay.kept
     assert mask not in fit.replay.at
+
+
+@pytest.mark.parametrize(
+    ("shape", "order", "is_packed"),
+    [((64, 32), (0, 1), True), ((6, 64, 5), (0, 1, 2), False), ((64, 32), (1, 0), False), ((8, 129), (0, 1), False)],
+    ids=["pieces", "behind another dimension", "transposed", "not by four"],
+)
+def test_a_gpu_draws_bits_only_of_slices_in_one_piece(
+    shape: tuple[int, ...], order: tuple[int, ...], is_packed: bool
+) -> None:
+    """Inductor's loop draws four numbers at once there, for places that follow each other (torch 2.13)."""
+    with FakeTensorMode():
+        mask = torch.empty(shape, dtype=torch.bool, device="cuda").permute(order)
+        assert Bits.can_hold(mask, is_drawn=True) == is_packed
+        assert Bits.can_hold(mask)
+        assert Bits.can_hold(torch.empty(shape, dtype=torch.bool).permute(order), is_drawn=True)
 
 
 @pytest.mark.inductor

@@ -147,7 +147,7 @@ def test_gradients_are_those_of_torchs_min_cut_and_no_more_is_saved(
     And where masks are saved as booleans, as the min-cut saves them.
     """
     monkeypatch.setattr(Needs, "can_repeat", lambda self, node: can_repeat(node))
-    monkeypatch.setattr(Bits, "can_hold", lambda val: False)
+    monkeypatch.setattr(Bits, "can_hold", lambda val, is_drawn: False)
     monkeypatch.setattr(problem, "_AMPLIFIED", 0.0)
     monkeypatch.setattr(choose_crossings, "_LIGHT", 1.0)
     monkeypatch.setattr(choose_crossings, "_PASSES", 1)
