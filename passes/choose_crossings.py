@@ -17,23 +17,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from torch.fx import Node
-
 from fxprec.config.config import BLOCK_WAYS
 from fxprec.numerics.formats import parse
-from fxprec.passes.analysis.joint import value
 from fxprec.passes.analysis.replay.other_sizes import other_sizes
 from fxprec.passes.base import GivenPeak, Pass, Work
 from fxprec.passes.compute_high import UNREAD
 from fxprec.passes.crossings.choice import Chooser, Fit
-from fxprec.passes.crossings.costs import Rates
 from fxprec.passes.crossings.given_plan import as_given
 from fxprec.passes.crossings.needs import Needs, find_formats, needs_of
 from fxprec.passes.crossings.peak_budget import within_budget
-from fxprec.passes.crossings.problem import Problem
 from fxprec.passes.crossings.progress import Progress
 from fxprec.passes.crossings.rewrite import Rewrite
 from fxprec.passes.crossings.saved_share import within_share
+from fxprec.passes.crossings.without_budget import without_budget
 from fxprec.passes.forms.blocks import Blocks
 from fxprec.passes.forms.low import Low
 from fxprec.passes.forms.own import Own
@@ -55,39 +51,13 @@ class ChooseCrossings(Pass):
             _notice_wanted_blocks(work, {})
 
 
-_LIGHT = 1 / 16
-"""Time of a light operator in a loop, over that of moving its result. Plans under a peak budget take 1."""
-_PASSES = 32
-"""What a saved byte costs, in passes over memory: few bytes come first. Of two choices with as many the faster one is
-taken."""
-
-
 def _choose(work: Work) -> None:
-    needs = needs_of(work)
-    high = _read_high(needs)
-    for node, forms in needs.forms.items():
-        low = tuple(form for form in forms if isinstance(form, Low))
-        if low and node not in high:  # backward reads nothing but the low copy
-            needs.forms[node] = low
-    rates, inputs = replace(Rates.of(work.joint.device), light=_LIGHT), _inputs(work, needs)
-    price, share = _PASSES / rates.bytes_per_s, work.memory_budget
-    problem = Problem(needs, rates, ("narrow",), price=price, is_bounded=False, inputs=inputs)
-    fit = Chooser(problem).unlimited if share == 1 else within_share(problem, share)
+    problem, share = without_budget(work, needs_of(work)), work.memory_budget
+    needs, fit = problem.needs, Chooser(problem).unlimited if share == 1 else within_share(problem, share)
     Rewrite(work, needs, fit).rewrite()
     work.has_crossings = True
     _record_blocks(work, needs, fit)
     _record_copies(work, needs, fit)
-
-
-def _read_high(needs: Needs) -> set[Node]:
-    """Return the values that backward reads above 8 bits, and what views among them show: views are not saved."""
-    found, stack = set[Node](), [*needs.read_high]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += () if node in needs.forms else map(needs.step.undecoded, node.all_input_nodes)
-    return found
 
 
 WHY_RECOMPUTED = f"{UNREAD}: it is recomputed in backward, which takes less time than storing it"
@@ -133,12 +103,6 @@ def _record_copies(work: Work, needs: Needs, fit: Fit) -> None:
             work.book.leave_high(row, WHY_KEPT)
         elif form is None and node in repeated:
             work.book.leave_high(row, WHY_RECOMPUTED)
-
-
-def _inputs(work: Work, needs: Needs) -> set[Node]:
-    """Return the model's inputs that backward does not read above 8 bits; parameters and buffers are left out."""
-    inputs = (node for node in work.joint.graph.find_nodes(op="placeholder") if value(node) is not None)
-    return {node for node in inputs if work.joint.describe(node).kind == "input"} - needs.read_high
 
 
 def _fit_peak(work: Work) -> None:

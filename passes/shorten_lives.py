@@ -1,8 +1,8 @@
-"""Shorten the lifetimes of large tensors, before a peak budget chooses which tensors to keep.
+"""Shorten the lifetimes of large tensors, before it is chosen which tensors to keep.
 
-Parts of a concatenation get buffers of their own. A convolution's two gradients are computed one after the other. The
-gradient of an upsampling becomes a sum of slices. Sums of 16-bit gradients wait in 16 bits. Each of these costs a copy
-or a second kernel, so the pass does nothing without a peak budget.
+A convolution's two gradients are computed one after the other. The gradient of an upsampling becomes a sum of slices.
+Sums of 16-bit gradients wait in 16 bits. Under a peak budget parts of a concatenation get buffers of their own; each
+costs a copy, 4 % of a transformer's step.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from fxprec.passes.casts.upsampled import sum_upsampled
 
 @dataclass(frozen=True)
 class ShortenLives(Pass):
-    """Rewrite concatenations, gradients of convolutions and upsamplings, and sums of gradients under a peak budget."""
+    """Rewrite gradients of convolutions and upsamplings, sums of gradients and, under a peak budget, concatenations."""
 
     name: str = "shorten-lives"
 
     def apply(self, work: Work) -> None:
-        if not work.fits_peak:
+        if not work.joint.tangents:
             return
-        give_own_buffers(work)
+        if work.fits_peak:
+            give_own_buffers(work)
         split_gradients(work.joint.graph)
         sum_upsampled(work.joint.graph)
         narrow_sums(work)

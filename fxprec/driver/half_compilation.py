@@ -57,8 +57,6 @@ class Halves:
     device_type: str
     compiled: Compiled
     """What the passes decided: the plan, if there is one, and what each row of the scale table is for."""
-    saves_memory: bool = False
-    """Whether kernels run in an order that saves memory: the user has checkpoints or a memory budget."""
     seen_by_forward: frozenset[int] = frozenset()
     """Rows that forward measures; backward does not measure them again when it recomputes their tensors."""
     peak: CompiledPeak | None = None
@@ -136,7 +134,7 @@ class Halves:
         key, processor = codegen_sources(), self.compiler.settings.processor
         saving = (
             compat.saving_memory(partial(in_saving_order, processor), f"{key} {processor}", IN_PLACE_ORDER)
-            if self.saves_memory
+            if self.compiled.is_training
             else contextlib.nullcontext()
         )
         on_cpu = self.device_type == "cpu"

@@ -22,7 +22,6 @@ from fxprec.driver.memory import CompiledPeak, over_ratio
 from fxprec.driver.warm_start import KnownHalf
 from fxprec.driver.wrappers import Run, entered
 from fxprec.passes import pipeline
-from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import JointGraph
 from fxprec.passes.analysis.saved_bytes import as_partitioned, copied_inputs, partitioned_size, read_by_backward
 from fxprec.passes.analysis.sizes import budget_note, ranges_of
@@ -49,7 +48,6 @@ class JointCompilation(Attempt):
     """One attempt by tracing, with the state that the backward half needs if it is compiled in the first backward."""
 
     calibration: Calibration | None = None  # set if the attempt compiles the calibration step
-    saves_memory: bool = False  # the user has checkpoints or a memory budget
     ratio: tuple[float, int] | None = None  # torch's activation_memory_budget, and the bytes it is a share of
     passes: tuple[PassReport, ...] = ()
     partitioner: Partitioner | None = None  # for the graph that the passes rewrote
@@ -93,7 +91,6 @@ class JointCompilation(Attempt):
                 pipeline.run(work, pipeline.calibration_for(work.settings))
                 return
         known = frozenset(graph.nodes)
-        self.saves_memory = self.is_training and (work.memory_budget < 1 or regions.are_in(graph) or work.fits_peak)
         self.passes = tuple(run_passes(work, self.compiler.dump))
         if self.only_looks:
             self.peak = work.peak
@@ -203,7 +200,6 @@ class JointCompilation(Attempt):
             compiler,
             self.captured.device.type,
             self.compiled,
-            saves_memory=self.saves_memory,
             peak=self._new_peak(),
         )
 

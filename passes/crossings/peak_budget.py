@@ -20,6 +20,7 @@ from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.crossings.problem import Problem
 from fxprec.passes.crossings.progress import Progress
 from fxprec.passes.crossings.reserve import enough_for, reserved
+from fxprec.passes.crossings.without_budget import without_budget
 from fxprec.passes.notice import SMALLER_BATCH, budget_text, hold_less, readable
 from fxprec.plan.lines import place
 from fxprec.plan.rows import PeakBytes, PeakPoint
@@ -42,7 +43,7 @@ def within_budget(work: Work, needs: Needs, goal: PeakBudget, progress: Progress
         budget = max(budget, fits[-1].peak)  # later it will be a share of all graphs' peak together
     free = reserved(device, budget) if goal.has_libraries and not goal.is_share else 0
     bound = part.bound(budget, free)
-    fit = fits[-1] if part.is_provisional else chooser.within(bound)
+    fit = fits[-1] if part.is_provisional else _unchanged(work, needs, chooser, bound) or chooser.within(bound)
     if fit is None or fit.excess(bound) > 0:
         found = (chooser.least(), *fits)  # the curve's fits may meet a bound on what waits, which `within` missed
         fit = min(found, key=lambda fit: (max(fit.excess(bound), 0), fit.seconds))
@@ -69,6 +70,19 @@ def within_budget(work: Work, needs: Needs, goal: PeakBudget, progress: Progress
         points=tuple(_point(found, seconds) for found in (high, *fits)) if fits else (),
     )
     return fit, peak
+
+
+def _unchanged(work: Work, needs: Needs, chooser: BestOf, bound: Bound) -> Fit | None:
+    """Return the choice without a budget, if that is within the bound: the budget then changes nothing.
+
+    None where the options forbid a way of that choice, or where several graphs share the budget.
+    """
+    if work.peak_part.shares or "narrow" not in work.settings.ways or work.settings.recipe.saved is not None:
+        return None
+    problem = without_budget(work, needs)
+    ways = Chooser(problem).unlimited.ways
+    fit = chooser.plain.replayed({node: way for node, way in ways.items() if node not in problem.inputs})
+    return fit if fit.excess(bound) <= 0 else None
 
 
 def _reached(fit: Fit, needs: Needs, rates: Rates, ways: Collection[str]) -> Fit:
