@@ -24,7 +24,9 @@ from fxprec.plan import Site
 from fxprec.plan.compare import refuse_another_site
 
 _BY_DTYPE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_COPIED_META = ("seq_nr", "stack_trace", "nn_module_stack", "fwd_nn_module_stack", GROUP_META)
+OPERAND_META = "fxprec_operand_of"
+"""Metadata key of a cast: (id of the plan's GEMM, elements of the GEMM's weight). The doctor reads it."""
+_COPIED_META = ("seq_nr", "stack_trace", "nn_module_stack", "fwd_nn_module_stack", GROUP_META, OPERAND_META)
 
 
 def emit(

@@ -31,7 +31,7 @@ from fxprec.ir.symbolic import (
 )
 from fxprec.passes.analysis.joint import argument, input_at, results_of
 from fxprec.passes.analysis.ops import MUTATIONS
-from fxprec.passes.casts.operands import OPERAND_META
+from fxprec.passes.sites import OPERAND_META
 from fxprec.runtime.reference_ops import keep_nonfinite
 
 aten = torch.ops.aten

@@ -29,7 +29,7 @@ from fxprec.passes.analysis.attention import Attention, attentions
 from fxprec.passes.analysis.joint import argument, has_tag, input_at, results_of
 from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.analysis.ops import MUTATIONS
-from fxprec.passes.casts.operands import OPERAND_META
+from fxprec.passes.sites import OPERAND_META
 from fxprec.plan import Plan
 from fxprec.plan.lines import place
 from fxprec.runtime.controller import Controller, describe

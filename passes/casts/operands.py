@@ -15,14 +15,11 @@ from fxprec.numerics.blocks import BlockFormat
 from fxprec.numerics.eden import HEADROOM
 from fxprec.passes.analysis.joint import is_backward, shape_text, tensor_of
 from fxprec.passes.casts.blocks import draw_seed
-from fxprec.passes.sites import emit, emit_call
+from fxprec.passes.sites import OPERAND_META, emit, emit_call
 
 aten = torch.ops.aten
 _IN_BACKWARD = "must_be_in_backward"
 """Without this tag torch's min-cut would rotate a forward value in forward, with another seed drawn there."""
-
-OPERAND_META = "fxprec_operand_of"
-"""Metadata key of a cast: (id of the plan's GEMM, elements of the GEMM's weight). The doctor reads it."""
 
 
 @dataclass(frozen=True)

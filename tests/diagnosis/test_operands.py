@@ -133,3 +133,13 @@ def test_a_share_is_from_0_to_1() -> None:
     model, x = network()
     with pytest.raises(ConfigError, match="high_share"):
         fxprec.doctor(model, x, options={"recipe": "nvfp4", "high_share": 1.5})
+
+
+@pytest.mark.parametrize("between", [nn.GELU(), nn.LayerNorm(64)], ids=["activation", "norm"])
+def test_an_operand_that_backward_computes_again_belongs_to_its_gemm(between: nn.Module) -> None:
+    """Its cast was taken for a stored tensor's, and the doctor ended with an IndexError."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), between, nn.Linear(64, 64))
+    options = {"recipe": "nvfp4", "formats": ("e4m3fn",), "reruns": 0}
+    found = fxprec.doctor(model, torch.randn(64, 64), loss=lambda y: y.square().mean(), options=options)
+    assert sorted(row.module for row in found.gemms) == ["0", "2"]
