@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from fxprec import compat
 from fxprec.ir.symbolic import Quantize
 from fxprec.numerics.blocks import WHOLE_BITS
-from fxprec.passes import choose_crossings, pipeline
+from fxprec.passes import pipeline
 from fxprec.passes.analysis.block_copies import Refusals, wanted_block_formats
 from fxprec.passes.analysis.joint import is_backward
 from fxprec.passes.analysis.replay.kernels import can_repeat
 from fxprec.passes.base import Work
 from fxprec.passes.casts.blocks import draw_seed, store_in_blocks
-from fxprec.passes.crossings import problem
+from fxprec.passes.crossings import problem, without_budget
 from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.forms.bits import Bits
 from tests.golden_model import Block
@@ -149,8 +149,8 @@ def test_gradients_are_those_of_torchs_min_cut_and_no_more_is_saved(
     monkeypatch.setattr(Needs, "can_repeat", lambda self, node: can_repeat(node))
     monkeypatch.setattr(Bits, "can_hold", lambda val, is_drawn: False)
     monkeypatch.setattr(problem, "_AMPLIFIED", 0.0)
-    monkeypatch.setattr(choose_crossings, "_LIGHT", 1.0)
-    monkeypatch.setattr(choose_crossings, "_PASSES", 1)
+    monkeypatch.setattr(without_budget, "_LIGHT", 1.0)
+    monkeypatch.setattr(without_budget, "_PASSES", 1)
     found, saved = trained(name, recipe)
     steps = [StoreInBlocks() if step.name == "choose-crossings" else step for step in pipeline.PIPELINE]
     monkeypatch.setattr(pipeline, "PIPELINE", tuple(steps))
