@@ -114,3 +114,23 @@ def test_behind_a_convolution_a_norm_is_recomputed_as_if_it_were_the_first() -> 
 def test_a_norm_between_two_convolutions_is_recomputed_in_bf16() -> None:
     layers = nn.Conv2d(4, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3, padding=1)
     assert len(recomputed(torch.ops.aten.relu.default, nn.Sequential(*layers), torch.randn(4, 4, 16, 16))) == 1
+
+
+def test_a_peak_budget_that_the_plan_without_one_keeps_changes_nothing() -> None:
+    def trained(budget: str | None) -> tuple[list[tuple[str, str, int]], list[Tensor]]:
+        torch.manual_seed(0)
+        model, x = Convolved(), torch.randn(8, 4, 16, 16)
+        step = compiled(model, backend := eager_backend("fp8", low_ratio=None, peak_budget=budget))
+        step(x).sin().sum().backward()
+        saved = [(row.tensor, row.format, row.bytes) for row in backend.plans[0].saved]
+        return sorted(saved), [p.grad for p in model.parameters()]
+
+    (saved, gradients), (wanted, references) = trained("100%"), trained(None)
+    assert saved == wanted
+    assert all(map(torch.equal, gradients, references))
+
+
+def test_without_a_budget_too_a_convolutions_two_gradients_are_computed_one_after_the_other() -> None:
+    ran = run_pass("shorten-lives", Convolved(), torch.randn(4, 4, 16, 16))
+    asked = [node.args[-1][:2] for node in ran.nodes(torch.ops.aten.convolution_backward.default)]
+    assert sorted(asked) == [[False, True], [False, True], [True, False]], "the first convolution reads the input"
