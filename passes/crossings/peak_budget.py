@@ -77,7 +77,8 @@ def _unchanged(work: Work, needs: Needs, chooser: BestOf, bound: Bound) -> Fit |
 
     None where the options forbid a way of that choice, or where several graphs share the budget.
     """
-    if work.peak_part.shares or "narrow" not in work.settings.ways or work.settings.recipe.saved is not None:
+    is_allowed = {"narrow", "recompute"} <= set(work.settings.ways) and work.settings.recipe.saved is None
+    if work.peak_part.shares or not is_allowed:
         return None
     problem = without_budget(work, needs)
     ways = Chooser(problem).unlimited.ways
