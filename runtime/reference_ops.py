@@ -15,6 +15,7 @@ from fxprec.ir.symbolic import (
     Count,
     Damage,
     Dequantize,
+    Draw,
     Histogram,
     InMemory,
     KeepCodes,
@@ -197,7 +198,18 @@ def ln(x: torch.Tensor) -> torch.Tensor:
     return torch.log(x)
 
 
+def generator_of(seed: torch.Tensor) -> torch.Generator:
+    """Return a generator that draws the same numbers for the same seed."""
+    return torch.Generator(seed.device).manual_seed(int(seed.sum()))
+
+
+def draw(size: Sequence[int], seed: torch.Tensor) -> torch.Tensor:
+    """Return float32 numbers, uniform in [0, 1), the same for the same seed."""
+    return torch.rand(size, generator=generator_of(seed), device=seed.device, dtype=torch.float32)
+
+
 Quantize.implement(quantize)
+Draw.implement(draw)
 Dequantize.implement(dequantize)
 TensorScale.implement(tensor_scale)
 Rotate.implement(hadamard.rotated)

@@ -20,6 +20,7 @@ from fxprec.driver.wrappers import Run
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.tensors import GROUP_META
 from fxprec.passes.insert_observers import measure
+from fxprec.runtime.reference_ops import draw, generator_of
 
 
 def runnable(gm: GraphModule) -> GraphModule:
@@ -34,21 +35,18 @@ def runnable(gm: GraphModule) -> GraphModule:
     return gm
 
 
-def _generator(seed: torch.Tensor) -> torch.Generator:
-    return torch.Generator(seed.device).manual_seed(int(seed.sum()))
-
-
 def seeded_random(
     size: Sequence[int], seed: torch.Tensor, mode: str, *, align_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Return float32 numbers, uniform for mode ``"rand"`` and normal for ``"randn"``, the same for the same seed."""
-    draw = {"rand": torch.rand, "randn": torch.randn}[mode]
-    return draw(size, generator=_generator(seed), device=seed.device, dtype=torch.float32)
+    if mode == "rand":
+        return draw(size, seed)  # which lowered graphs draw
+    return torch.randn(size, generator=generator_of(seed), device=seed.device, dtype=torch.float32)
 
 
 def seeded_randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor) -> torch.Tensor:
     """Return int64 numbers of [low, high), the same for the same seed."""
-    return torch.randint(low, high, size, generator=_generator(seed), device=seed.device)
+    return torch.randint(low, high, size, generator=generator_of(seed), device=seed.device)
 
 
 def counted_up(

@@ -306,6 +306,19 @@ def test_dropout_in_bits_drops_what_inductor_drops(config: fxprec.Config) -> Non
     assert "empty_strided_cpu((512, 256), (256, 1), torch.bool)" not in code
 
 
+@pytest.mark.inductor
+def test_a_lowered_graph_that_draws_can_be_verified() -> None:
+    """Verifying runs the lowered graph node by node: a draw without a reference ended it with an error."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64))
+    config = fxprec.Config(recipe="hfp8", storage="packed", low_ratio=1.0, lowering="inductor", verify=True)
+    step = torch.compile(model, backend=(backend := fxprec.Backend(config)))
+    step(torch.randn(64, 64)).sum().backward()
+    assert "bit" in {row.format for row in backend.plans[0].saved}
+    assert {event.site for event in backend.events if event.kind == "fallback"} <= {"verify=True"}, "no kernel"
+
+
 def test_what_a_search_completes_has_no_mask_of_a_value_computed_from_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     within, found = choose_crossings.within_budget, list[object]()
 
