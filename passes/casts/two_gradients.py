@@ -51,7 +51,8 @@ def _shape_of(weight: Node, gradient: Node) -> Node:
     val, shown = tensor_of(weight), value(given)
     if given.op != "placeholder" or shown is None or val.ndim != 4 or val.device.type != "cpu":
         return weight
-    if not all(isinstance(size, int) for size in val.shape) or not shown.is_contiguous():
+    is_static = all(isinstance(size, int) for size in val.shape)
+    if not is_static or not shown.is_contiguous() or shown.stride(-1) != 1:  # a 1 x 1 weight may be channels-last, too
         return weight
     strides = compat.channels_last_strides(val.shape)
     with gradient.graph.inserting_before(gradient.next):
