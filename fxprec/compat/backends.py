@@ -109,7 +109,8 @@ def through_dynamo(error: Exception) -> Exception:
     """
     kind = type(error)
     message = str(error)  # fixed here, because Dynamo appends its debugging advice to args
-    space = {"__module__": kind.__module__, "__str__": lambda self: message, "frame_exec_strategy": None}
+    told = {"frame_exec_strategy": None, "apply_to_code": True}  # Dynamo asks its own errors, where it suppresses them
+    space = {"__module__": kind.__module__, "__str__": lambda self: message, **told}
     passing = type(kind.__name__, (kind, ShortenTraceback), space)
     raised: Exception = passing.__new__(passing, *error.args)
     raised.args = error.args
