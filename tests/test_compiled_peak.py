@@ -146,6 +146,15 @@ def test_what_libraries_take_for_themselves_is_known(call: Any, threads: int, re
         assert most == results + own
 
 
+def test_the_weight_of_a_convolutions_gradient_may_be_the_float32_parameter() -> None:
+    """It tells the shape alone; the kernel's two copies of the weight's gradient have 16 bits."""
+    gradient, x, weight = (
+        torch.randn(*shape).bfloat16() for shape in ((8, 16, 64, 64), (8, 48, 64, 64), (16, 48, 3, 3))
+    )
+    both = [workspace("aten::convolution_backward", (gradient, x, shown), 1) for shown in (weight, weight.float())]
+    assert both[0] == both[1] > 0
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [

@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fxprec
 from benchmarks.memory.measure import peak_bytes
+from benchmarks.memory.pairs import loops_left_out
 from fxprec import Plan
 from fxprec.demo.models import CharTransformer
-from fxprec.passes.crossings import peak_budget
+from fxprec.passes.crossings.best_of import BestOf
 from fxprec.passes.crossings.costs import Rates
 from fxprec.passes.crossings.problem import Problem
 
@@ -114,7 +115,7 @@ def test_block_formats_are_ways_that_a_plan_file_keeps(tmp_path: Any) -> None:
 
 def test_what_is_saved_is_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The partitioner adds nothing: where it did, the peak would be another than the planned one."""
-    monkeypatch.setattr(peak_budget, "_unchanged", lambda *_: None)  # the plan without a budget meets 65 %
+    monkeypatch.setattr(BestOf, "unchanged", lambda *_: None)  # the plan without a budget meets 65 %
     saved = {share: fitted.__wrapped__(peak_budget=share)[0].saved_bytes for share in ("100%", "80%", "65%")}
     planned = [saved[share].planned for share in saved]  # type: ignore[union-attr]
     assert planned[0] > 1.3 * planned[1] > 1.3 * planned[2]
@@ -317,6 +318,43 @@ def test_ways_without_a_budget_are_refused() -> None:
     words = "^ways says how a peak budget is met, and no peak_budget is given; give peak_budget or step_budget too, or leave"
     with pytest.raises(fxprec.ConfigError, match=words):
         fxprec.Backend(fxprec.Config(ways=("offload",)))
+
+
+class Gated(nn.Module):
+    """A SwiGLU block: backward reads a sigmoid in one loop, and recomputes the activation in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(128, 344), nn.Linear(128, 344), nn.Linear(344, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def convolutions(inputs: int, outputs: int) -> list[nn.Module]:
+    return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (nn.Sequential(Gated(), Gated()), (2048, 128)),
+        (nn.Sequential(*convolutions(3, 16), *convolutions(16, 16), *convolutions(16, 32)), (8, 3, 64, 64)),
+    ],
+    ids=["gated", "convolutions"],
+)
+def test_a_plan_without_a_bound_is_predicted(model: nn.Module, shape: tuple[int, ...], recipe: str) -> None:
+    """Backward recomputes most of what it reads."""
+    backend = fxprec.Backend(fxprec.Config(recipe=recipe, peak_budget="100%"))
+    torch.manual_seed(0)
+    with loops_left_out():
+        torch.compile(model, backend=backend)(torch.randn(shape)).square().mean().backward()
+    plan = backend.plans[0].peak_bytes
+    assert plan is not None
+    assert plan.compiled is not None
+    assert plan.planned == pytest.approx(plan.compiled, rel=0.036)
 
 
 @pytest.mark.inductor

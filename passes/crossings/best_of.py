@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from fxprec.passes.budget_part import Bound
 from fxprec.passes.crossings.choice import Chooser, Fit
@@ -17,7 +18,7 @@ from fxprec.passes.crossings.curve import curve
 from fxprec.passes.crossings.effort import Effort
 from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.crossings.overlap import overlapped
-from fxprec.passes.crossings.problem import Problem
+from fxprec.passes.crossings.problem import Problem, Ways
 from fxprec.passes.crossings.progress import Progress
 
 
@@ -31,12 +32,22 @@ class BestOf:
     """A chooser that assumes that all copies to host memory are hidden."""
 
     @classmethod
-    def of(cls, needs: Needs, rates: Rates, allowed: Collection[str], progress: Progress | None = None) -> BestOf:
-        """Build choosers for the forms that ``needs`` offers and ``allowed`` permits; ``rates`` give the costs."""
+    def of(
+        cls,
+        needs: Needs,
+        rates: Rates,
+        allowed: Collection[str],
+        progress: Progress | None = None,
+        start: Ways = MappingProxyType({}),
+    ) -> BestOf:
+        """Build choosers for the forms that ``needs`` offers and ``allowed`` permits; ``rates`` give the costs.
+
+        ``start``: a choice to begin from, besides those that the searches find.
+        """
         progress = Progress() if progress is None else progress
 
         def chooser(*more: str, hides_copies: bool = False) -> Chooser:
-            return Chooser(Problem(needs, rates, (*allowed, *more), hides_copies, Effort(progress=progress)))
+            return Chooser(Problem(needs, rates, (*allowed, *more), hides_copies, Effort(progress=progress)), start)
 
         offered = [form for forms in needs.forms.values() for form in forms]
         has_blocks = any("blocks" in form.options for form in offered)
@@ -46,6 +57,10 @@ class BestOf:
             chooser("blocks") if has_blocks else None,
             chooser("blocks", hides_copies=True) if moves else None,
         )
+
+    def unchanged(self, bound: Bound) -> Fit | None:
+        """Return the choice to begin from, if it is within the bound: the budget then changes nothing."""
+        return next((fit for fit in self.plain.started if fit.excess(bound) <= 0), None)
 
     def within(self, bound: Bound) -> Fit | None:
         """Return the fastest choice found within a bound, or None."""

@@ -6,9 +6,8 @@ step (`replay.Replay`), add a row for each moment above the budget with the live
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -18,7 +17,6 @@ from fxprec.passes.analysis.replay.kernels import Kind, kind_of, result_bytes
 from fxprec.passes.analysis.replay.replay import Kept, Replay
 from fxprec.passes.analysis.ways import Form, Way
 from fxprec.passes.budget_part import Bound
-from fxprec.passes.crossings.checkpoints import checkpoints
 from fxprec.passes.crossings.problem import EXACT, Problem, Row, Ways
 
 _ROUNDS, _FEW_ROUNDS = 12, 5
@@ -75,6 +73,8 @@ class Chooser:
     """Finds the choice of least time within a bound."""
 
     problem: Problem
+    start: Ways = field(default_factory=dict)
+    """A choice to begin from, besides those that the search finds; empty: none."""
 
     def __post_init__(self) -> None:
         step = self.problem.needs.step
@@ -92,6 +92,11 @@ class Chooser:
         assert ways is not None, "what backward needs can be kept"
         return self.replayed(ways)
 
+    @cached_property
+    def started(self) -> list[Fit]:
+        """Return the choice to begin from, if there is one."""
+        return [self.replayed(self.start)] if self.start else []
+
     def within(self, bound: Bound, known: Fit | None = None) -> Fit | None:
         """Return the fastest choice found within a bound, or None; ``known`` is a choice within the bound."""
         self.problem.effort.renew()
@@ -102,22 +107,10 @@ class Chooser:
                 found += self.approach(Bound(share * bound.peak, bound.waiting), _FEW_ROUNDS)
         if not _within(found, bound):
             found.append(self.lowered(min(found, key=lambda fit: fit.peak), bound.peak))
+        found += (self.lowered(fit, bound.peak) for fit in self.started)
         if not _within(found, bound):
-            self.problem.effort.renew_replays()
-            found += [self.lowered(fit, bound.peak) for fit in self._checkpointed]
             self._missed, self._lowest = bound.peak, min(found, key=lambda fit: fit.peak)
         return min(_within(found, bound), key=lambda fit: fit.seconds, default=None)
-
-    @cached_property
-    def _checkpointed(self) -> list[Fit]:
-        """Return the choice of least peak that keeps one value of each equal block; empty if no blocks are equal."""
-        size, found = len(self.unlimited.replay.items), list[Fit]()
-        for ways in checkpoints(self.problem, self.unlimited.ways):
-            if not self.problem.effort.take_replay(size):
-                break
-            lower = self._lower(ways, found[0].peak if found else math.inf)
-            found = found if lower is None else [lower]
-        return found
 
     def approach(
         self, bound: Bound, rounds: int = _ROUNDS, known: Fit | None = None, gap: float = EXACT
@@ -162,7 +155,7 @@ class Chooser:
                 low = middle
             else:
                 high = float(best.peak)
-        return self.lowered(best)
+        return min(map(self.lowered, (best, *self.started)), key=lambda fit: (fit.peak, fit.seconds))
 
     def lowered(self, fit: Fit, enough: float = 0.0) -> Fit:
         """Return a choice with a lower peak: change the way of values that are kept at the peak, one at a time.

@@ -26,7 +26,8 @@ def curve(choosers: Sequence[Chooser], *, waiting: bool = False) -> tuple[Fit, .
     for chooser in choosers:
         chooser.problem.effort.renew()
         top = chooser.unlimited
-        fits = [top, *_descent(chooser, [Bound(share * top.peak) for share in _SHARES], gap)]
+        fits = [top, *chooser.started, *map(chooser.lowered, chooser.started)]
+        fits += _descent(chooser, [Bound(share * top.peak) for share in _SHARES], gap)
         if waiting:
             fits += _descent(chooser, [Bound(top.peak, share * top.waiting) for share in _OF_WAITING], gap)
         found += [overlapped(fit, chooser.problem, fit.peak) for fit in fits]

@@ -25,10 +25,6 @@ class Effort:
     def renew(self) -> None:
         """Allow as much search and as many replays as at the start."""
         self.columns = _EFFORT
-        self.renew_replays()
-
-    def renew_replays(self) -> None:
-        """Allow as many replays as at the start; the allowance for searches stays."""
         self.items = _REPLAYED
 
     def searched(self, nodes: int) -> None:

@@ -17,10 +17,10 @@ from fxprec.passes.crossings.best_of import BestOf
 from fxprec.passes.crossings.choice import Chooser, Fit
 from fxprec.passes.crossings.costs import Rates
 from fxprec.passes.crossings.needs import Needs
-from fxprec.passes.crossings.problem import Problem
+from fxprec.passes.crossings.problem import Problem, Ways
 from fxprec.passes.crossings.progress import Progress
 from fxprec.passes.crossings.reserve import enough_for, reserved
-from fxprec.passes.crossings.without_budget import without_budget
+from fxprec.passes.crossings.without_budget import ways_without_budget
 from fxprec.passes.notice import SMALLER_BATCH, budget_text, hold_less, readable
 from fxprec.plan.lines import place
 from fxprec.plan.rows import PeakBytes, PeakPoint
@@ -34,7 +34,8 @@ def within_budget(work: Work, needs: Needs, goal: PeakBudget, progress: Progress
     device = work.joint.device
     part, rates = work.peak_part, Rates.of(device)
     high = Chooser(Problem(needs, rates, ())).unlimited
-    chooser = BestOf.of(needs, rates, work.settings.ways, progress)
+    start = ways_without_budget(work, needs)
+    chooser = BestOf.of(needs, rates, work.settings.ways, progress, start)
     everything = high.peak + part.beyond  # a budget that is a share refers to the compiled step's peak, if known
     budget = goal.bytes_of(everything) if part.budget is None else part.budget
     offers = part.shares or part.wants_curve  # other graphs of the step may need this graph's curve
@@ -43,13 +44,13 @@ def within_budget(work: Work, needs: Needs, goal: PeakBudget, progress: Progress
         budget = max(budget, fits[-1].peak)  # later it will be a share of all graphs' peak together
     free = reserved(device, budget) if goal.has_libraries and not goal.is_share else 0
     bound = part.bound(budget, free)
-    fit = fits[-1] if part.is_provisional else _unchanged(work, needs, chooser, bound) or chooser.within(bound)
+    fit = fits[-1] if part.is_provisional else chooser.unchanged(bound) or chooser.within(bound)
     if fit is None or fit.excess(bound) > 0:
         found = (chooser.least(), *fits)  # the curve's fits may meet a bound on what waits, which `within` missed
         fit = min(found, key=lambda fit: (max(fit.excess(bound), 0), fit.seconds))
         if fit.excess(bound) > 0:
             if not part.shares:
-                fit = _reached(fit, needs, rates, work.settings.ways)
+                fit = _reached(fit, needs, rates, work.settings.ways, start)
             whole = everything if part.budget is None else 0
             least = budget - free + math.ceil(fit.excess(bound))
             raise _out_of_reach(budget, least, free, work, fit, whole)
@@ -72,24 +73,10 @@ def within_budget(work: Work, needs: Needs, goal: PeakBudget, progress: Progress
     return fit, peak
 
 
-def _unchanged(work: Work, needs: Needs, chooser: BestOf, bound: Bound) -> Fit | None:
-    """Return the choice without a budget, if that is within the bound: the budget then changes nothing.
-
-    None where the options forbid a way of that choice, or where several graphs share the budget.
-    """
-    is_allowed = {"narrow", "recompute"} <= set(work.settings.ways) and work.settings.recipe.saved is None
-    if work.peak_part.shares or not is_allowed:
-        return None
-    problem = without_budget(work, needs)
-    ways = Chooser(problem).unlimited.ways
-    fit = chooser.plain.replayed({node: way for node, way in ways.items() if node not in problem.inputs})
-    return fit if fit.excess(bound) <= 0 else None
-
-
-def _reached(fit: Fit, needs: Needs, rates: Rates, ways: Collection[str]) -> Fit:
+def _reached(fit: Fit, needs: Needs, rates: Rates, allowed: Collection[str], start: Ways) -> Fit:
     """Return a choice whose peak a search within that peak reaches, so that it can be given as the budget."""
     for _ in range(_AGAIN):
-        chooser = BestOf.of(needs, rates, ways)
+        chooser = BestOf.of(needs, rates, allowed, start=start)
         bound = Bound(fit.peak)
         found = chooser.within(bound)
         if found is None or found.excess(bound) > 0:

@@ -8,9 +8,10 @@ from torch.fx import Node
 
 from fxprec.passes.analysis.joint import value
 from fxprec.passes.base import Work
+from fxprec.passes.crossings.choice import Chooser
 from fxprec.passes.crossings.costs import Rates
 from fxprec.passes.crossings.needs import Needs
-from fxprec.passes.crossings.problem import Problem
+from fxprec.passes.crossings.problem import Problem, Ways
 from fxprec.passes.forms.low import Low
 
 _LIGHT = 1 / 16
@@ -30,6 +31,15 @@ def without_budget(work: Work, needs: Needs) -> Problem:
     rates = replace(Rates.of(work.joint.device), light=_LIGHT)
     price, inputs = _PASSES / rates.bytes_per_s, _inputs(work, needs)
     return Problem(replace(needs, forms=forms), rates, ("narrow",), price=price, is_bounded=False, inputs=inputs)
+
+
+def ways_without_budget(work: Work, needs: Needs) -> Ways:
+    """Return the choice without a budget, for a budget to begin from; empty where the options forbid a way of it."""
+    if not {"narrow", "recompute"} <= set(work.settings.ways) or work.settings.recipe.saved is not None:
+        return {}
+    problem = without_budget(work, needs)
+    ways = Chooser(problem).unlimited.ways
+    return {node: way for node, way in ways.items() if node not in problem.inputs}
 
 
 def _read_high(needs: Needs) -> set[Node]:

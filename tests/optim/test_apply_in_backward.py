@@ -20,7 +20,7 @@ import fxprec
 from benchmarks.memory.measure import peak_bytes
 from fxprec.demo.models import CharTransformer
 from fxprec.errors import BudgetError, ConfigError, FxprecWarning, GradientError
-from fxprec.passes.crossings import peak_budget
+from fxprec.passes.crossings.best_of import BestOf
 from fxprec.runtime.optim.applied import AppliedGradient
 from fxprec.runtime.optim.in_backward import InBackward, apply_update, stepping
 
@@ -320,7 +320,7 @@ def test_a_peak_budget_counts_no_gradient_that_backward_steps() -> None:
 @pytest.mark.inductor
 def test_the_gradient_of_a_residual_stream_waits_as_one_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of a norm's weight writes unfinished loops to memory: made too early, all addends of that gradient wait."""
-    monkeypatch.setattr(peak_budget, "_unchanged", lambda *_: None)  # a choice whose peak lies elsewhere
+    monkeypatch.setattr(BestOf, "unchanged", lambda *_: None)  # a choice whose peak lies elsewhere
     torch.manual_seed(0)
     model = CharTransformer(vocab=96, context=64, layers=3, heads=2, width=64)
     optimizer = fxprec.optim.AdamW(model.parameters(), lr=1e-4)

@@ -26,7 +26,7 @@ from fxprec.passes import choose_crossings, shorten_lives
 from fxprec.passes.analysis.joint import tensor_of
 from fxprec.passes.casts import two_gradients
 from fxprec.passes.casts.two_gradients import split_gradients
-from fxprec.passes.crossings import peak_budget
+from fxprec.passes.crossings.best_of import BestOf
 from fxprec.passes.crossings.choice import Fit
 
 aten = torch.ops.aten
@@ -228,7 +228,7 @@ def test_a_sum_waits_and_not_its_addends(monkeypatch: pytest.MonkeyPatch) -> Non
         timeline = fits[-1].replay.timeline
         return max(timeline.live[timeline.split :])
 
-    monkeypatch.setattr(peak_budget, "_unchanged", lambda *_: None)  # a choice whose peak lies elsewhere
+    monkeypatch.setattr(BestOf, "unchanged", lambda *_: None)  # a choice whose peak lies elsewhere
     model = Residual()
     narrow = most_of_backward()
     monkeypatch.setattr(shorten_lives, "narrow_sums", lambda work: None)

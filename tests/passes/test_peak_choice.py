@@ -16,15 +16,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxprec.ir.symbolic import Quantize
 from fxprec.passes import choose_crossings
+from fxprec.passes.analysis.joint import tensor_of
 from fxprec.passes.analysis.ops import CASTS
 from fxprec.passes.analysis.replay.kernels import Kind, flops_of, kind_of
 from fxprec.passes.analysis.replay.timeline import Item, Timeline
 from fxprec.passes.analysis.ways import FROM_EXACT, FROM_ROUNDED, Form, Recompute, Way
 from fxprec.passes.budget_part import Bound
 from fxprec.passes.crossings.best_of import BestOf
-from fxprec.passes.crossings.checkpoints import checkpoints
 from fxprec.passes.crossings.choice import Chooser, Fit
 from fxprec.passes.crossings.costs import Rates
+from fxprec.passes.crossings.curve import curve
 from fxprec.passes.crossings.problem import Problem, Ways
 from fxprec.passes.forms.blocks import Blocks
 from fxprec.passes.forms.host import OnHost
@@ -68,6 +69,20 @@ def test_much_arithmetic_is_not_repeated() -> None:
 
     assert step().order == [0, 2, 3]
     assert step(is_heavy=True).order == [0, 1, 2, 3]
+
+
+def test_what_one_loop_makes_and_reads_takes_no_memory() -> None:
+    """Inductor gives a heavy result that two nodes read a buffer, and then fuses all three: nothing is allocated."""
+    heavy = [extern(8), fused(8, 0, is_heavy=True), fused(8, 1), fused(8, 1)]
+    assert Timeline([*heavy, fused(8, 2, 3, is_returned=True)], border=5).order == [0, 4]
+    assert Timeline([*heavy, extern(8, 2), fused(8, 3, is_returned=True)], border=6).order == [0, 1, 2, 4, 5]
+
+
+def test_a_mean_and_a_variance_are_loops_that_their_operand_is_part_of() -> None:
+    graph = Graph()
+    node = graph.call_function(aten.var_mean.correction, (graph.placeholder("x"), [1]))
+    node.meta["val"] = torch.empty(4), torch.empty(4)
+    assert kind_of(node) is Kind.REDUCED
 
 
 def test_what_writes_over_an_item_comes_after_those_that_read_it() -> None:
@@ -186,7 +201,8 @@ def chooser_of(model: nn.Module, x: torch.Tensor, **options: Any) -> Chooser:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose_crossings, "within_budget", watch)
-        backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget="100%", **options)
+        given = {"recipe": "fp8", "low_ratio": None, **options}
+        backend = eager_backend("native", peak_budget="100%", **given)
         torch.compile(model, backend=backend)(x)
     return found[0]
 
@@ -295,26 +311,18 @@ def test_where_the_solver_finds_nothing_one_value_after_the_other_is_let_go(
     assert found.excess(budget) <= 0
 
 
-def test_where_the_solver_finds_nothing_one_value_of_each_equal_block_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Block(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + super().forward(x)
-
-    torch.manual_seed(0)
-    blocks = [Block(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
-    found = chooser_of(nn.Sequential(*blocks), torch.randn(512, 64, requires_grad=True))
-    choices = list(checkpoints(found.problem, found.unlimited.ways))
-    assert all(obeys(found.problem, ways) for ways in choices)
-    assert min(sum(isinstance(way, Form) for way in ways.values()) for ways in choices) <= 2 * len(blocks)
-    monkeypatch.setattr(found.problem, "solve", lambda bounds, gap: None)
-    monkeypatch.setattr(found, "lowered", lambda fit, enough=0.0: fit)
-    least = min(found.replayed(ways).peak for ways in choices)
-    assert least < 0.6 * found.unlimited.peak
-    fit = found.within(Bound(least))
-    assert fit is not None
-    assert fit.peak == least
-    assert found.within(Bound(least - 1)) is None
-    assert found.least().peak == least
+def test_where_the_solver_finds_nothing_it_begins_from_the_choice_without_a_budget(
+    chooser: Chooser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lower = chooser.lowered(chooser.unlimited)
+    begun = Chooser(chooser.problem, lower.ways)
+    monkeypatch.setattr(chooser.problem, "solve", lambda bounds, gap=0.0: None if bounds else chooser.unlimited.ways)
+    monkeypatch.setattr(begun, "lowered", lambda fit, enough=0.0: fit)
+    assert begun.within(Bound(lower.peak - 1)) is None
+    for found in (begun.within(Bound(lower.peak)), begun.least()):
+        assert found is not None
+        assert found.ways == lower.ways
+    assert curve([begun])[-1].peak == lower.peak
 
 
 def test_block_formats_never_make_a_choice_worse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,6 +344,21 @@ def test_block_formats_never_make_a_choice_worse(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(best_of.blocks, "narrowed", lambda fit: fit)
     monkeypatch.setattr(best_of.blocks, "lowered", lambda fit, enough=0.0: fit)
     assert best_of.least().peak == least.peak
+
+
+def test_equal_conversions_of_what_is_recomputed_are_one() -> None:
+    """A GEMM reads the recomputed ReLU in bfloat16, and so does the mask of the ReLU's gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 64), nn.LayerNorm(64))
+    found = chooser_of(model, torch.randn(512, 64), recipe="bf16")
+    values = [node for node in found.problem.nodes if node.target is not aten.relu.default]
+    ways = found.problem.completed({node: way for node, way in found.unlimited.ways.items() if node in values})
+    assert ways is not None
+    replay = found.replayed(ways).replay
+    again = [i for i in range(replay.border, len(replay.items)) if replay.made[i].target is aten.relu.default]
+    assert again, "it is recomputed"
+    made = [tensor_of(replay.made[i]).dtype for i, item in enumerate(replay.items) if set(item.reads) & set(again)]
+    assert made.count(torch.bfloat16) == 1
 
 
 def test_what_is_converted_for_a_gemm_and_kept_in_that_dtype_is_one(chooser: Chooser) -> None:

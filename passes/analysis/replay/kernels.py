@@ -65,10 +65,10 @@ def kind_of(node: Node) -> Kind:
         return Kind.FREE
     if node.target in ops.VIEWS and node.target not in ops.COPIES:
         return Kind.VIEW
-    if value(node) is None:
-        return Kind.EXTERN  # an operator with several results
     if node.target in _REDUCED:
         return Kind.REDUCED
+    if value(node) is None:
+        return Kind.EXTERN  # a library's kernel with several results
     is_fused = node.target in _FUSED and not is_in_blocks(node)
     if is_fused or has_tag(node, torch.Tag.pointwise) or _writes_on_constant(node):
         return Kind.FUSED

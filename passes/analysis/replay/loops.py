@@ -1,7 +1,8 @@
 """Predict which pointwise results are written to memory, and what each loop reads there, as Inductor fuses.
 
 A pointwise result is computed in the loops of its readers. It is written to memory only if a library's kernel reads it,
-or if several loops read it and repeating it is expensive (`realize_reads_threshold` and its kin).
+or if several loops read it and repeating it is expensive (`realize_reads_threshold` and its kin). Inductor decides that
+by the number of nodes that read it, before it fuses loops; what a single loop then makes and reads takes no memory.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ class Loops:
         self._kinds = [item.kind for item in items]
         self._views = [p for p, kind in enumerate(self._kinds) if kind is Kind.VIEW]
         self.returned = self._shown_to_the_end()
-        self.in_memory = self._find_in_memory()
+        self.in_memory = self._without_locals(*self._find_in_memory())
         self.reads = self._reads(self.in_memory)
 
-    def _find_in_memory(self) -> list[bool]:
-        """Return for each item whether it is written to memory."""
+    def _find_in_memory(self) -> tuple[list[bool], list[bool]]:
+        """Return for each item whether it gets a buffer, and whether that is only because repeating it is expensive."""
         wanted, users = self._wanted_in_memory(), self._users()
         is_free, is_fused = ([kind is sought for kind in self._kinds] for sought in (Kind.FREE, Kind.FUSED))
-        in_memory, operations, heavy = list[bool](), list[int](), list[bool]()
+        in_memory, expensive, operations, heavy = list[bool](), list[bool](), list[int](), list[bool]()
         reads: list[frozenset[int]] = []  # what a loop reads, if the item is computed in the loop
         for position, item in enumerate(self.items):
             parts, count, is_heavy = list[frozenset[int]](), int(is_fused[position]), item.is_heavy
@@ -68,9 +69,22 @@ class Loops:
             heavy.append(is_heavy)
             if is_fused[position]:
                 is_much = len(own) > _MANY_READS or count > _MANY_OPERATIONS or is_heavy
-                in_memory.append(wanted[position] or item.is_stored or (users[position] > 1 and is_much))
+                must = wanted[position] or item.is_stored
+                expensive.append(not must and users[position] > 1 and is_much)
+                in_memory.append(must or expensive[position])
             else:
+                expensive.append(False)
                 in_memory.append(self._kinds[position] in _ALWAYS)
+        return in_memory, expensive
+
+    def _without_locals(self, in_memory: list[bool], expensive: Sequence[bool]) -> list[bool]:
+        """Return ``in_memory`` without the items that one loop makes and reads."""
+        loops: list[frozenset[int]] = [frozenset()] * len(self.items)  # that read each item, by what they write
+        for position in reversed(range(len(self.items))):
+            parts = [_alone(r) if in_memory[r] else loops[r] for r in self.readers[position]]
+            loops[position] = _united(parts)
+            if expensive[position] and len(loops[position]) == 1:
+                in_memory[position] = False
         return in_memory
 
     def _wanted_in_memory(self) -> list[bool]:

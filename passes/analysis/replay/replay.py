@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import TypeVar
 
 import sympy
+import torch
 from torch.fx import Node
 
 from fxprec.numerics.bits import Bit
@@ -64,6 +65,7 @@ class Replay:
     repeated: list[tuple[Node, Node]] = field(default_factory=list)  # (node, backward node before which it runs again)
     made: list[Node] = field(default_factory=list)  # for each item its value, or the value that it copies
     anchors: list[Node] = field(default_factory=list)  # for each item the node of its half before or at which it runs
+    _conversions: dict[tuple[int, torch.dtype], int] = field(default_factory=dict)  # of recomputed items, to a dtype
 
     def __post_init__(self) -> None:
         unread = self._unread()
@@ -175,11 +177,7 @@ class Replay:
             return self._append(Item(kind, result_bytes(node), [self.copies[source]]), reader, node)
         if source is not node and not self._has_copy(source):
             is_same = tensor_of(node).dtype == tensor_of(source).dtype
-            return (
-                self.read_from[source]
-                if is_same
-                else self._append(Item(Kind.FUSED, result_bytes(node), [self.read_from[source]]), reader, node)
-            )
+            return self.read_from[source] if is_same else self._converted(node, self.read_from[source], reader)
         if self.step.needs_no_saving(source):
             return self.at[source]
         form = self.kept.get(source)
@@ -191,7 +189,17 @@ class Replay:
             self.decoded.setdefault(source, []).append(read)
             return read
         self.repeated.append((node, reader))
-        return self._add(node, [self.read_from[n] for n in self.step.operands[node]], reader, is_repeat=True)
+        reads = [self.read_from[n] for n in self.step.operands[node]]
+        if node.target in CASTS:
+            return self._converted(node, reads[0], reader)
+        return self._add(node, reads, reader, is_repeat=True)
+
+    def _converted(self, node: Node, read: int, reader: Node) -> int:
+        """Return the item of a recomputed value in another dtype. Inductor computes equal conversions once."""
+        key = read, tensor_of(node).dtype
+        if key not in self._conversions:
+            self._conversions[key] = self._append(Item(Kind.FUSED, result_bytes(node), [read]), reader, node)
+        return self._conversions[key]
 
     def _has_copy(self, node: Node) -> bool:
         return node in self.kept and self.kept[node].format is not None

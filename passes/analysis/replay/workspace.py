@@ -171,11 +171,14 @@ def _is_channels_last(x: Tensor, weight: Tensor) -> bool:
 
 
 def _convolution_backward_in_16_bits(gradient: Tensor, x: Tensor, weight: Tensor) -> int:
-    """Return the bytes of one thread: two copies of the weight's gradient, and two images."""
+    """Return the bytes of one thread: two copies of the weight's gradient, and two images.
+
+    ``weight`` only tells the gradient's shape; it may be the float32 parameter (`passes.casts.two_gradients`).
+    """
     channels = max(dim_hint(gradient.shape[1]), 1)
     padded = bytes_of(gradient) * (-(-channels // _CHANNELS) * _CHANNELS) // channels
     images = (padded + bytes_of(x)) // max(dim_hint(x.shape[0]), 1)
-    return 2 * bytes_of(weight) + images + _CONVOLUTION_BACKWARD
+    return 2 * numel_hint(weight) * gradient.dtype.itemsize + images + _CONVOLUTION_BACKWARD
 
 
 def _attention(query: Tensor, key: Tensor, threads: int, *, is_backward: bool) -> int:
