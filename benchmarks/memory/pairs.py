@@ -22,7 +22,8 @@ from benchmarks.memory.measure import Step, live_peak
 from benchmarks.memory.networks import PREDICTED
 from benchmarks.memory.sides import Side
 
-SHARES = tuple(range(100, 50, -5))
+SHARES = tuple(range(75, 25, -5))
+"""From what the plan without a budget meets in most networks to what none meets."""
 NAME = "memory-budgets"
 
 

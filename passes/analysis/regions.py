@@ -61,11 +61,6 @@ def is_marked(node: Node) -> bool:
     return POLICY in node.meta and REGION in node.meta
 
 
-def are_in(graph: Graph) -> bool:
-    """Return whether checkpoints recompute any node of a joint graph in backward."""
-    return any(is_marked_recompute(node) for node in graph.nodes)
-
-
 def is_marked_recompute(node: Node) -> bool:
     """Return whether the user's policy recomputes a node of a region in backward, nodes on the boundary included."""
     return must_recompute(node) and REGION in node.meta
