@@ -19,6 +19,7 @@ from fxprec.commands.export import export
 from fxprec.commands.fits import fits
 from fxprec.commands.gpu_check import gpu_check
 from fxprec.commands.inspect import diff, dump, explain, report
+from fxprec.commands.measure import measure
 from fxprec.commands.minify import minify
 from fxprec.commands.output import MAX_SEED, AsJson, names, print_json
 from fxprec.commands.predict import predict
@@ -144,7 +145,7 @@ def version() -> None:
 
 
 for command in (
-    predict, fits, dump, diff, explain, report, doctor, choose, compare, export, minify, ci, gpu_check, env,
+    measure, predict, fits, dump, diff, explain, report, doctor, choose, compare, export, minify, ci, gpu_check, env,
 ):  # fmt: skip
     app.command()(command)
 

@@ -103,6 +103,7 @@ def test_every_command_that_prints_a_table_prints_json_too() -> None:
         "formats",
         "predict",
         "fits",
+        "measure",
         "doctor",
         "choose",
         "compare",

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import fxprec
 from benchmarks.memory.networks import network
 from benchmarks.memory.sides import SIDES, Side, offloading
+from fxprec.compat import allocated_peak
+from fxprec.compat import peak_bytes as peak_bytes
 from fxprec.runtime.cpu import compact
 
 STEPS = 9
@@ -95,20 +96,7 @@ def measure(name: str, side: str) -> dict[str, Any]:
 def live_peak(step: Step) -> int:
     """Return the most bytes live at once that one step allocates."""
     step.clear()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
-        step()
-    return peak_bytes(profiled)
-
-
-def peak_bytes(profiled: profile) -> int:
-    """Return the most bytes live at once that were allocated since a memory profile began."""
-    kineto = profiled.profiler.kineto_results  # type: ignore[union-attr]
-    events = (e for e in kineto.events() if e.name() == "[memory]")
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+    return allocated_peak(step)
 
 
 def cosine(step: Step, name: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -35,7 +35,7 @@ def doctor(
     import torch
 
     from fxprec.diagnosis.doctor import doctor as examine
-    from fxprec.report.target import called, find_factory
+    from fxprec.report.target import called, find_factory, model_and_batch
 
     unused = given(out=out, formats=formats, tolerance=tolerance)
     if checkpoint and unused:
@@ -45,7 +45,7 @@ def doctor(
     options |= given(keep_high=keep_high and modules(keep_high), formats=formats and names(formats))
     factory, tell = find_factory(target), teller(as_json=as_json)
     torch.manual_seed(seed)
-    model, batch, loss = _made(called(factory, target), target)
+    model, batch, loss = model_and_batch(called(factory, target), target)
     if checkpoint:
         from fxprec.diagnosis.checkpoints import over_checkpoints
 
@@ -57,11 +57,3 @@ def doctor(
     page = found.save(out or Path("fxprec-doctor"))
     if not as_json:
         print(page)
-
-
-def _made(result: object, target: str) -> tuple[Any, Any, Any]:
-    if not isinstance(result, tuple | list) or len(result) not in (2, 3):
-        raise ConfigError(
-            f"target {target!r} returned {type(result).__name__}; let it return (model, batch) or (model, batch, loss)"
-        )
-    return result[0], result[1], result[2] if len(result) == 3 else None

@@ -106,6 +106,8 @@ from fxprec.compat.partition import without_effect as without_effect
 from fxprec.compat.patches import optional as optional
 from fxprec.compat.processor import cpu_vectors as cpu_vectors
 from fxprec.compat.processor import has_cpu_gemm as has_cpu_gemm
+from fxprec.compat.profiles import allocated_peak as allocated_peak
+from fxprec.compat.profiles import peak_bytes as peak_bytes
 from fxprec.compat.raised import cause_of as cause_of
 from fxprec.compat.raised import quiet_fakes as quiet_fakes
 from fxprec.compat.raised import users_line as users_line

@@ -16,6 +16,7 @@ from fxprec.errors import ConfigError, FxprecError
 from fxprec.report.target import line_of
 
 Loss = Callable[[Any], Tensor]
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class Subject:
     def of(cls, model: object, args: object, loss: object = None) -> Subject:
         """Check the user's model, batch and loss. Raises `ConfigError`."""
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"model is {type(model).__name__}; give fxprec.doctor a torch.nn.Module, not compiled")
+            raise ConfigError(f"model is {type(model).__name__}; give a torch.nn.Module, not compiled")
         if hasattr(model, "_orig_mod"):
-            raise ConfigError("model is compiled already; give fxprec.doctor the module itself")
+            raise ConfigError("model is compiled already; give the module itself")
         if args is None or (isinstance(args, tuple | list | Mapping) and not args):
             raise ConfigError("args holds no batch; give the model's inputs: a tensor, a tuple or a dict of keywords")
         if loss is not None and not callable(loss):
@@ -41,7 +42,9 @@ class Subject:
                 f"loss is {type(loss).__name__}; give a function of the model's output that returns a scalar"
             )
         if not any(p.requires_grad for p in model.parameters()):
-            raise ConfigError("no parameter of the model requires a gradient; a diagnosis needs a training step")
+            raise ConfigError(
+                "no parameter of the model requires a gradient, so no step trains it; set requires_grad on what should train"
+            )
         keywords = dict(args) if isinstance(args, Mapping) else {}
         given = () if keywords else tuple(args) if isinstance(args, tuple | list) else (args,)
         return cls(model, given, keywords, loss or default_loss)
@@ -57,9 +60,12 @@ class Subject:
         model.zero_grad(set_to_none=True)
         return model
 
-    def step(self, call: Callable[..., Any], *, has_loss: bool = False) -> float:
-        """Run forward, loss and backward; return the loss. ``has_loss``: ``call`` returns the loss itself."""
-        args, kwargs = self._batch()
+    def step(self, call: Callable[..., Any], *, has_loss: bool = False, batch: Batch | None = None) -> float:
+        """Run forward, loss and backward; return the loss. ``has_loss``: ``call`` returns the loss itself.
+
+        ``batch``: a copy of the batch to run on, as `batch` returns; by default a new one.
+        """
+        args, kwargs = self.batch() if batch is None else batch
         with same_random_numbers(tree_leaves((args, kwargs))):
             try:
                 with quiet_fakes():
@@ -72,13 +78,14 @@ class Subject:
                 raise self._whose(error) from error
         return float(value.detach())
 
-    def _batch(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def batch(self) -> Batch:
+        """Return a copy of the batch: positional arguments and keywords."""
         args, kwargs = tree_map_only(Tensor, _own, (self.args, dict(self.kwargs)))
         return args, kwargs
 
     def _whose(self, error: Exception) -> ConfigError:
         """Find out, by an uncompiled step, whether model, loss, backward pass or compiler fails; return the error."""
-        args, kwargs = self._batch()
+        args, kwargs = self.batch()
         whose = f"{self.name} does not run on its batch, uncompiled either"
         way_out = "give the arguments that model(*args) takes, or mend its forward"
         try:

@@ -68,6 +68,15 @@ def called(function: Factory, target: str, *args: object) -> Any:
         ) from error
 
 
+def model_and_batch(result: object, target: str) -> tuple[Any, Any, Any]:
+    """Return the model, the batch and the loss, or None for it, that a target returned. Raises `ConfigError`."""
+    if not isinstance(result, tuple | list) or len(result) not in (2, 3):
+        raise ConfigError(
+            f"target {target!r} returned {type(result).__name__}; let it return (model, batch) or (model, batch, loss)"
+        )
+    return result[0], result[1], result[2] if len(result) == 3 else None
+
+
 def _users_line(error: Exception, function: Factory) -> str | None:
     """Return ``"model.py:12"``, the line of the user's file that raised; None if fxprec's code raised after it."""
     code = getattr(function, "__code__", None)

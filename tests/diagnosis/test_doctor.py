@@ -228,7 +228,7 @@ def returns_a_vector(output: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("arguments", "options", "words"),
     [
-        (("model", torch.randn(4, 16)), {}, "model is str; give fxprec.doctor a torch.nn.Module, not compiled"),
+        (("model", torch.randn(4, 16)), {}, "model is str; give a torch.nn.Module, not compiled"),
         ((None, None), {}, "args holds no batch; give the model's inputs: a tensor, a tuple or a dict"),
         ((None, ()), {}, "args holds no batch"),
         (
