@@ -43,7 +43,7 @@ class Subject:
             )
         if not any(p.requires_grad for p in model.parameters()):
             raise ConfigError(
-                "no parameter of the model requires a gradient, so no step trains it; set requires_grad on what should train"
+                "no parameter of the model requires a gradient, so no step trains it; set requires_grad on some"
             )
         keywords = dict(args) if isinstance(args, Mapping) else {}
         given = () if keywords else tuple(args) if isinstance(args, tuple | list) else (args,)
