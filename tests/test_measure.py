@@ -72,6 +72,7 @@ def test_a_side_is_inductor_autocast_or_a_recipe() -> None:
         ("measure t.py:make --sides fp9", "unknown recipe 'fp9'"),
         ("measure t.py:none", "t.py has no callable 'none'"),
         ("measure t.py:make --peak-budget much", "peak_budget"),
+        ("measure t.py:make --sides autocast --peak-budget 60%", "and --sides names none; add one, such as fp8"),
         ("measure t.py:fails_in_training --sides inductor,fp8", "inductor: Sequential does not run on its batch, uncompiled either"),
     ],
 )  # fmt: skip
@@ -86,7 +87,7 @@ def test_what_is_wrong_is_told_in_a_line(
 
 @pytest.mark.inductor
 def test_sides_are_measured_each_in_a_process_of_its_own(here: Path) -> None:
-    found = printed("measure", "t.py:make", "--sides", "autocast,fp8", "--steps", "2")
+    found = printed("measure", "t.py:make", "--sides", "autocast,fp8", "--steps", "2", "--peak-budget", "100%")
     autocast, fp8 = found["rows"]
     assert (autocast["side"], fp8["side"]) == ("autocast", "fp8")
     assert autocast["saved_bytes"] is None

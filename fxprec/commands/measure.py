@@ -39,18 +39,19 @@ def measure(
     from fxprec.diagnosis.measured import SIDES, check_side
     from fxprec.report.target import find_factory
 
-    asked, ours = names(sides) or SIDES, given(peak_budget=peak_budget)
+    asked, options = names(sides) or SIDES, given(peak_budget=peak_budget)
     find_factory(target)  # what is asked for wrongly is told before any process starts
-    for side in asked:
-        check_side(side, ours)
+    ours = [side for side in asked if check_side(side, options) is not None]
+    if peak_budget and not ours:
+        raise ConfigError("--peak-budget is for fxprec's sides, and --sides names none; add one, such as fp8")
     tell, rows = teller(as_json=as_json), list[dict[str, Any]]()
     for side in asked:
         if len(asked) == 1 and as_json:  # as a process of the other case runs it
-            rows.append(_measured(target, side, ours, steps, seed))
+            rows.append(_measured(target, side, options, steps, seed))
             continue
         tell(f"{side}: compile, then {steps} steps")
-        options = ["--peak-budget", peak_budget] if peak_budget else []
-        rows.append(_in_a_process(target, side, [*options, "--steps", str(steps), "--seed", str(seed)]))
+        budget = ["--peak-budget", peak_budget] if peak_budget and side in ours else []
+        rows.append(_in_a_process(target, side, [*budget, "--steps", str(steps), "--seed", str(seed)]))
     if as_json:
         print_json({"target": target, "rows": rows})
         return
