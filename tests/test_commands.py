@@ -198,6 +198,10 @@ def test_ways_may_be_written_with_blanks(here: Path, capsys: pytest.CaptureFixtu
         ("choose t.py:fails --seeds 1", "ValueError: invalid literal for int() with base 10: 'no' (t.py:33); call"),
         ("choose t.py:score --ratios 0 --seeds 1 --out no/x", "no/x: cannot be written: No such file or directory"),
         ("dump t.py:wrong_shapes", "fake tensors: RuntimeError: a and b must have same reduction dim, but got [3, 8] X"),
+        ("measure t.py:make --sides fp9", "unknown recipe 'fp9'; did you mean 'fp8'"),
+        ("measure t.py:none", "t.py has no callable 'none'"),
+        ("measure t.py:make --peak-budget much", "peak_budget"),
+        ("measure t.py:make --sides autocast --peak-budget 60%", "and --sides names none; add one, such as fp8"),
         ("dump t.py:wrong_view", "RuntimeError: shape '[7]' is invalid for input of size 12 (t.py:17); make it run as"),
     ],
 )  # fmt: skip

@@ -67,7 +67,7 @@ def measure(subject: Subject, side: str, options: Mapping[str, Any], steps: int)
     model.zero_grad(set_to_none=True)
     return Measured(
         side=side,
-        peak_bytes=_peak(step, device),
+        peak_bytes=live_peak(step, device),
         step_s=statistics.median(seconds),
         first_s=first_s,
         saved_bytes=None if backend is None else sum(p.saved_bytes.planned for p in backend.plans if p.saved_bytes),
@@ -101,7 +101,8 @@ def _timed(step: Callable[[], float], device: torch.device) -> tuple[float, floa
     return time.perf_counter() - start, loss
 
 
-def _peak(step: Callable[[], float], device: torch.device) -> int:
+def live_peak(step: Callable[[], object], device: torch.device) -> int:
+    """Return the most bytes of a device's memory, live at once, that a step allocates."""
     if device.type != "cuda":
         return allocated_peak(step)
     torch.cuda.synchronize(device)

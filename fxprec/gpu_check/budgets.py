@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 import fxprec
+from fxprec.diagnosis.measured import live_peak
 from fxprec.errors import BudgetError
 from fxprec.gpu_check.ground import Ground, NotHere, present, require, within
 from fxprec.gpu_check.samples import transformer
@@ -71,9 +72,4 @@ def _peak(ground: Ground, step: Callable[[], object]) -> int:
     if not ground.on_gpu:
         step()
         return 0
-    torch.cuda.synchronize(ground.device)
-    torch.cuda.reset_peak_memory_stats(ground.device)
-    before = torch.cuda.memory_allocated(ground.device)
-    step()
-    torch.cuda.synchronize(ground.device)
-    return torch.cuda.max_memory_allocated(ground.device) - before
+    return live_peak(step, ground.device)
