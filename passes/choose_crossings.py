@@ -28,7 +28,7 @@ from fxprec.passes.crossings.needs import Needs, find_formats, needs_of
 from fxprec.passes.crossings.peak_budget import within_budget
 from fxprec.passes.crossings.progress import Progress
 from fxprec.passes.crossings.rewrite import Rewrite
-from fxprec.passes.crossings.saved_share import within_share
+from fxprec.passes.crossings.saved_share import is_above, within_share
 from fxprec.passes.crossings.without_budget import without_budget
 from fxprec.passes.forms.blocks import Blocks
 from fxprec.passes.forms.low import Low
@@ -53,11 +53,23 @@ class ChooseCrossings(Pass):
 
 def _choose(work: Work) -> None:
     problem, share = without_budget(work, needs_of(work)), work.memory_budget
-    needs, fit = problem.needs, Chooser(problem).unlimited if share == 1 else within_share(problem, share)
+    needs, default = problem.needs, Chooser(problem).unlimited
+    fit = default if share == 1 else within_share(problem, default, share)
+    if is_above(fit, default):
+        work.notices.append(_holds_more(share, fit, default))
     Rewrite(work, needs, fit).rewrite()
     work.has_crossings = True
     _record_blocks(work, needs, fit)
     _record_copies(work, needs, fit)
+
+
+def _holds_more(share: float, fit: Fit, default: Fit) -> Notice:
+    return Notice(
+        f"activation_memory_budget={share:g}",
+        f"{readable(fit.waiting)} wait for backward, and {readable(default.waiting)} without it, but backward "
+        f"recomputes much at once: the step holds {readable(fit.peak)}, and {readable(default.peak)} without it. Give "
+        "peak_budget, which bounds what the step holds",
+    )
 
 
 WHY_RECOMPUTED = f"{UNREAD}: it is recomputed in backward, which takes less time than storing it"

@@ -9,24 +9,49 @@ import numpy as np
 from torch.fx import Node
 
 from fxprec.passes.analysis.ways import Form, Way
+from fxprec.passes.budget_part import Bound
 from fxprec.passes.crossings.choice import Chooser, Fit
 from fxprec.passes.crossings.problem import Problem, Row, Ways
 
+_MISSED = 1.05  # peaks are predicted this well
 
-def within_share(free: Problem, share: float) -> Fit:
-    """Return the fastest choice within ``share`` of the bytes that ``free`` saves; else the choice of fewest bytes.
+
+def within_share(free: Problem, default: Fit, share: float) -> Fit:
+    """Return the fastest choice within ``share`` of the bytes that ``default`` saves; else the choice of fewest bytes.
+
+    ``default`` is the solution of ``free``. The fastest choice may recompute much at once, and have a higher peak than
+    ``default``. Then a choice with a lower peak is searched that saves no more than the share.
 
     Repeated nodes may read any input of the graph: inputs do not count as saved, as in torch. Here a saved byte costs
     one pass over memory, and each operator as long as moving its result.
     """
     rates, ways = replace(free.rates, light=1.0), (*free.allowed, "recompute")
     problem = replace(free, rates=rates, allowed=ways, price=1 / rates.bytes_per_s, is_bounded=True, inputs=())
-    most = share * _saved(free, Chooser(free).unlimited.ways)
+    most = share * _saved(free, default.ways)
     found = problem.solve([_row(problem, most)])
     if found is None:
         found = replace(problem, price=1.0).solve([])
     assert found is not None, "what backward needs can be kept"
-    return Chooser(problem).replayed(found)
+    chooser = Chooser(problem)
+    fit = chooser.replayed(found)
+    if not is_above(fit, default):
+        return fit
+    return _lower(chooser, fit, Bound(default.peak, fit.waiting + max(most - _saved(problem, found), 0)))
+
+
+def is_above(fit: Fit, default: Fit) -> bool:
+    """Return whether a choice holds more at its peak than the choice without a bound; a prediction's error is not."""
+    return fit.peak > _MISSED * default.peak
+
+
+def _lower(chooser: Chooser, fit: Fit, bound: Bound) -> Fit:
+    """Return the fastest choice found within ``bound``; else, of those that save no more, the one of least peak."""
+    if (found := chooser.within(bound)) is not None:
+        return found
+    chooser.problem.effort.renew()
+    fits = [fit, *chooser.approach(bound)]
+    fits.append(chooser.lowered(min(fits, key=lambda f: f.excess(bound)), bound.peak))
+    return min((f for f in fits if f.waiting <= bound.waiting), key=lambda f: (f.peak, f.seconds))
 
 
 def _saved(problem: Problem, ways: Ways) -> int:

@@ -83,10 +83,15 @@ def pairs(left: list[Tensor], right: list[Tensor]) -> Tensor:
     return torch.stack([torch.mm(x, w).cos().sum() for x, w in zip(left, right, strict=True)]).sum()
 
 
-@pytest.mark.parametrize("kept", range(6))
+@pytest.mark.parametrize("kept", range(1, 6))
 def test_of_an_even_chain_as_many_products_are_kept_as_fit(kept: int) -> None:
     """Five products are kept without a budget. Their cosines, which the next products multiply, are recomputed."""
     assert Products(chain, [(1, 1)], [(1, 1)] * 5).saved_and_repeated(kept / 5) == (kept, 5 - kept)
+
+
+def test_of_an_even_chain_of_which_nothing_may_be_kept_all_is_repeated_at_once() -> None:
+    with pytest.warns(fxprec.errors.FxprecWarning, match="0: 4 bytes wait for backward, .* recomputes much at once"):
+        assert Products(chain, [(1, 1)], [(1, 1)] * 5).saved_and_repeated(0) == (0, 5)
 
 
 @pytest.mark.parametrize(
