@@ -81,6 +81,7 @@ def _beyond(case: Case, said: str, folder: str) -> Iterator[str]:
             # Larger batches need more, and an evaluation takes a whole one.
             case = {**case, "sizes": setting(case, "sizes")[:1], "evaluate": None, "between": False}
             case = {**case, "frozen": bool(setting(case, "frozen"))}  # layers that train later need more, too
+            case = {**case, "flight": None}  # and so do two batches of which both wait for backward
             if "of a step together" not in said:  # of the first graph, when the second model was not known
                 case = {**case, "second": None}
             Training(case, options_of(case, folder) | {"strict": False, found[1]: int(found[2])}).run(0, BEFORE)
