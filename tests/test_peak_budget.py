@@ -341,9 +341,11 @@ def convolutions(inputs: int, outputs: int) -> list[nn.Module]:
     ("model", "shape"),
     [
         (nn.Sequential(Gated(), Gated()), (2048, 128)),
+        (nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)), (2048, 128)),
         (nn.Sequential(*convolutions(3, 16), *convolutions(16, 16), *convolutions(16, 32)), (8, 3, 64, 64)),
+        (nn.Sequential(*convolutions(3, 16), *convolutions(16, 16), nn.Conv2d(16, 8, 1)), (8, 3, 64, 64)),
     ],
-    ids=["gated", "convolutions"],
+    ids=["gated", "gelu", "convolutions", "ends in 1 x 1"],
 )
 def test_a_plan_without_a_bound_is_predicted(model: nn.Module, shape: tuple[int, ...], recipe: str) -> None:
     """Backward recomputes most of what it reads."""
@@ -354,7 +356,7 @@ def test_a_plan_without_a_bound_is_predicted(model: nn.Module, shape: tuple[int,
     plan = backend.plans[0].peak_bytes
     assert plan is not None
     assert plan.compiled is not None
-    assert plan.planned == pytest.approx(plan.compiled, rel=0.036)
+    assert plan.planned == pytest.approx(plan.compiled, rel=0.02)
 
 
 @pytest.mark.inductor

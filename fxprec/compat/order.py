@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch._inductor import config, custom_graph_pass, memory
@@ -14,7 +14,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.ir import FallbackKernel, MultiOutput
-from torch._inductor.scheduler import FusedSchedulerNode
+from torch._inductor.scheduler import FusedSchedulerNode, SchedulerBuffer
 from torch._inductor.virtualized import V
 from torch._ops import OpOverload
 from torch.fx import Node
@@ -22,17 +22,15 @@ from torch.utils._ordered_set import OrderedSet
 
 from fxprec.compat.patches import replaced, tell_of_missing
 
-if TYPE_CHECKING:
-    from torch._inductor.scheduler import SchedulerBuffer
-
-OrderedKernel = tuple[dict[str, int], dict[str, int], frozenset[int], Node | None]
+OrderedKernel = tuple[dict[str, int], dict[str, int], frozenset[int], Node | None, frozenset[str]]
 
 
 class Ordered(Protocol):
-    """A function that orders kernels, each given as ``(makes, reads, after, call)``.
+    """A function that orders kernels, each given as ``(makes, reads, after, call, over)``.
 
     ``makes`` and ``reads`` map buffers to bytes; ``after`` has the positions of earlier kernels; ``call`` is the node
-    that a library computes, or None for a loop. Buffers in ``kept`` stay live.
+    that a library computes, or None for a loop, which writes its result into a buffer of ``over`` that nothing reads
+    later. Buffers in ``kept`` stay live.
     """
 
     def __call__(self, kernels: Sequence[OrderedKernel], kept: frozenset[str]) -> list[int] | None:
@@ -75,8 +73,8 @@ class _KernelOrder(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraph
         """Make each kernel depend on ``in_place`` calls just before it: a memory-saving order would put these last."""
         calls = [any(getattr(n.node, "op_overload", None) in self.in_place for n in pieces) for pieces in kernels]
         ahead, held = set[int](), list[OrderedKernel]()
-        for i, (makes, reads, after, call) in enumerate(found):
-            held.append((makes, reads, after if calls[i] else after | ahead, call))
+        for i, (makes, reads, after, call, over) in enumerate(found):
+            held.append((makes, reads, after if calls[i] else after | ahead, call, over))
             ahead = ahead | {i} if calls[i] else set()
         return held
 
@@ -109,7 +107,24 @@ def _as_kernel(nodes: Sequence[Any], at: Mapping[Any, int]) -> OrderedKernel:
         after |= {at[n] for n in node.mpi_node.pred_nodes}
     others = {name: size for name, size in reads.items() if name not in makes}
     call = nodes[0].node.get_origin_node() if nodes[0].is_extern() else None
-    return makes, others, frozenset(after - {at[nodes[0]]}), call
+    return makes, others, frozenset(after - {at[nodes[0]]}), call, frozenset(_over(nodes[0]))
+
+
+def _over(node: Any) -> Iterator[str]:
+    """Yield the buffers over which a loop may write its result: `decide_inplace_update` asks the same."""
+    made = node.get_outputs()
+    if node.is_extern() or len(made) != 1:
+        return
+    for buffer in node.mpi_node.pred_buffers:
+        users = [user for user in getattr(buffer, "users", None) or () if user.node is node]
+        is_aligned = bool(users) and all(user.can_inplace for user in users)
+        if isinstance(buffer, SchedulerBuffer) and is_aligned and _size(buffer) == _size(made[0]):
+            yield buffer.get_name()
+
+
+def _size(buffer: SchedulerBuffer) -> tuple[torch.dtype, int]:
+    assert buffer.node is not None, "a kernel's result"
+    return buffer.node.get_dtype(), int(buffer.mpi_buffer.size_alloc)
 
 
 def _bytes(buffer: SchedulerBuffer) -> int:
@@ -142,16 +157,17 @@ def _chain(nodes: Sequence[Any], kept: Collection[str]) -> None:
     A GEMM also depends on the reductions before it. Otherwise Inductor fuses one with a reduction of a later layer, and
     all that it reads lives until then.
     """
-    last, reduced = None, list[str]()
+    last, reduced, is_extern = None, list[str](), False
     for node in nodes:
-        if last is not None:
+        # A second dependency on a buffer would keep a loop from writing over it.
+        if last is not None and not (is_extern and last in node.read_writes.buffer_names()):
             node.add_fake_dep(WeakDep(last, node.get_name(), is_fake=True))
         size = sum(b.mpi_buffer.size_alloc for b in node.get_outputs())
         is_result = size >= _LARGE and all(b.get_name() in kept for b in node.get_outputs())
         if is_result or (size and node.is_extern()):
             for name in reduced:
                 node.add_fake_dep(WeakDep(name, node.get_name(), is_fake=True))
-            last, reduced = node.get_outputs()[0].get_name(), []
+            last, reduced, is_extern = node.get_outputs()[0].get_name(), [], node.is_extern()
         elif node.is_reduction():
             reduced.append(node.get_outputs()[0].get_name())
 

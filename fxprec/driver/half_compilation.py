@@ -150,7 +150,7 @@ class Halves:
 def in_saving_order(processor: Processor, kernels: Sequence[OrderedKernel], kept: frozenset[str]) -> list[int] | None:
     """Return the order of the kernels that a plan counts with, or None if that is the given order."""
     found = [
-        Kernel(made, read, after, 0 if call is None else workspace_of(call, processor))
-        for made, read, after, call in kernels
+        Kernel(made, read, after, 0 if call is None else workspace_of(call, processor), over)
+        for made, read, after, call, over in kernels
     ]
     return better_order(found, kept)

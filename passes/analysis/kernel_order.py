@@ -24,6 +24,8 @@ class Kernel(Generic[Buffer]):
     after: frozenset[int]
     workspace: int = 0
     """Bytes that the kernel allocates while it runs."""
+    over: frozenset[Buffer] = frozenset()
+    """Buffers as large as its result, in which Inductor writes the result if nothing reads them later."""
 
 
 def better_order(kernels: Sequence[Kernel[Buffer]], kept: Collection[Buffer] = frozenset()) -> list[int] | None:
@@ -97,7 +99,8 @@ def peak_bytes(kernels: Sequence[Kernel[Buffer]], order: Sequence[int], kept: Co
     for step, i in enumerate(order):
         kernel = kernels[i]
         live += sum(kernel.makes.values())
-        peak = max(peak, live + kernel.workspace)
+        over = max((kernel.reads[n] for n in kernel.over if n in made and n not in kept and last[n] == step), default=0)
+        peak = max(peak, live - over + kernel.workspace)
         for name, size in {**kernel.reads, **kernel.makes}.items():
             if last[name] == step and name not in kept:
                 live -= size

@@ -36,7 +36,7 @@ def within_share(free: Problem, default: Fit, share: float) -> Fit:
     fit = chooser.replayed(found)
     if not is_above(fit, default):
         return fit
-    return _lower(chooser, fit, Bound(default.peak, fit.waiting + max(most - _saved(problem, found), 0)))
+    return _lower(chooser, fit, default.peak, max(most, _saved(problem, found)))
 
 
 def is_above(fit: Fit, default: Fit) -> bool:
@@ -44,14 +44,20 @@ def is_above(fit: Fit, default: Fit) -> bool:
     return fit.peak > _MISSED * default.peak
 
 
-def _lower(chooser: Chooser, fit: Fit, bound: Bound) -> Fit:
-    """Return the fastest choice found within ``bound``; else, of those that save no more, the one of least peak."""
-    if (found := chooser.within(bound)) is not None:
+def _lower(chooser: Chooser, fit: Fit, peak: int, most: float) -> Fit:
+    """Return the fastest choice found within ``peak`` that saves at most ``most``; else the one of least peak."""
+
+    def saves_less(found: Fit) -> bool:
+        return _saved(chooser.problem, found.ways) <= most
+
+    bound = Bound(peak, fit.waiting + most - _saved(chooser.problem, fit.ways))
+    found = chooser.within(bound)
+    if found is not None and saves_less(found):
         return found
     chooser.problem.effort.renew()
     fits = [fit, *chooser.approach(bound)]
-    fits.append(chooser.lowered(min(fits, key=lambda f: f.excess(bound)), bound.peak))
-    return min((f for f in fits if f.waiting <= bound.waiting), key=lambda f: (f.peak, f.seconds))
+    fits.append(chooser.lowered(min(fits, key=lambda f: f.excess(bound)), peak))
+    return min(filter(saves_less, fits), key=lambda f: (max(f.peak, peak), f.seconds))
 
 
 def _saved(problem: Problem, ways: Ways) -> int:

@@ -77,6 +77,18 @@ def test_any_graph_keeps_its_dependencies(seed: int) -> None:
     assert all(place[j] < place[i] for i, kernel in enumerate(given) for j in kernel.after)
 
 
+def test_a_result_in_the_place_of_what_nothing_reads_later_takes_no_memory() -> None:
+    first, second, third = kernels(("a", {"a": 4}, ""), ("b", {"b": 4}, "a"), ("c", {"c": 1}, "b"))
+    over = replace(second, over=frozenset("a"))
+    assert peak_bytes([first, second, third], range(3)) == 8
+    assert peak_bytes([first, over, third], range(3)) == 5
+    assert peak_bytes([first, over, third], range(3), kept={"a"}) == 9, "a lives on beside b"
+    read_later = replace(third, reads={"a": 4, "b": 4})
+    assert peak_bytes([first, over, read_later], range(3)) == 9
+    given = replace(over, reads={"x": 4}, over=frozenset("x"))  # x is the caller's
+    assert peak_bytes([given, third], range(2)) == 8
+
+
 def test_a_circle_is_refused() -> None:
     with pytest.raises(AssertionError, match="wait for each other"):
         saving_order([Kernel({}, {}, frozenset({1})), Kernel({}, {}, frozenset({0}))])

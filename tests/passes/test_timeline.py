@@ -43,6 +43,25 @@ def test_pointwise_results_lie_in_memory_for_libraries_only() -> None:
     assert Timeline(shown, border=5).live == [8, 16, 9, 9]
 
 
+def test_a_loop_writes_over_what_it_reads_last_element_by_element() -> None:
+    given = Item(Kind.FREE, 0, ())
+
+    def live(first: Item, *shown: Item) -> list[int]:
+        at = 1 + len(shown)
+        items = [given, first, *shown, fused(8, at, is_aligned=True), extern(1, at + 1)]
+        return Timeline(items, border=len(items)).live
+
+    assert live(extern(8, 0)) == [8, 8, 9]
+    assert live(extern(8, 0), Item(Kind.VIEW, 8, (1,), is_aligned=True)) == [8, 8, 9]
+    assert live(extern(8, 0), Item(Kind.VIEW, 8, (1,))) == [8, 16, 9], "transposed"
+    assert live(extern(16, 0)) == [16, 24, 9], "of another size"
+    assert live(extern(8)) == [8, 16, 9], "a gradient that backward is given"
+    assert live(extern(8, 0, is_returned=True)) == [8, 16, 17]
+    assert live(extern(8, 0, is_stored=True)) == [8, 16, 9]
+    items = [given, extern(8, 0), fused(8, 1, is_aligned=True), extern(1, 2), extern(1, 1, 3)]
+    assert Timeline(items, border=5).live == [8, 16, 17, 10], "it is read later"
+
+
 def test_much_arithmetic_is_not_repeated() -> None:
     def step(**options: bool) -> Timeline:
         two = [Item(Kind.REDUCED, 1, (1,)), Item(Kind.REDUCED, 1, (1,))]

@@ -13,7 +13,7 @@ from torch.fx import Node
 from fxprec.config.processor import Processor
 from fxprec.ir.grouped import GroupedMm
 from fxprec.ir.operators import Cost, Trait, having, those
-from fxprec.ir.symbolic import QUANTIZE, is_in_blocks
+from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, is_in_blocks
 from fxprec.kernels.wide_gemms import WIDE
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import (
@@ -73,6 +73,17 @@ def kind_of(node: Node) -> Kind:
     if is_fused or has_tag(node, torch.Tag.pointwise) or _writes_on_constant(node):
         return Kind.FUSED
     return Kind.EXTERN
+
+
+def is_aligned(node: Node) -> bool:
+    """Return whether each element of a result depends on the elements at the same place of the operands alone."""
+    if kind_of(node) is Kind.VIEW:
+        shown, val = value(node.all_input_nodes[0]), value(node)
+        if shown is None or val is None or bytes_of(shown) != bytes_of(val):
+            return False
+        return shown.is_contiguous() and val.is_contiguous()
+    is_cast = node.target in (*ops.CASTS, QUANTIZE, DEQUANTIZE)
+    return is_cast or has_tag(node, torch.Tag.pointwise)
 
 
 def _writes_on_constant(node: Node) -> bool:

@@ -35,6 +35,8 @@ class Item:
     """Bytes that its kernel allocates while it runs, beside its result."""
     writes: int | None = None
     """The item that it overwrites, after all other readers of that item."""
+    is_aligned: bool = False
+    """Whether each of its elements depends on the elements at the same place of what it reads, and on no others."""
 
 
 class Loops:
@@ -86,6 +88,16 @@ class Loops:
             if expensive[position] and len(loops[position]) == 1:
                 in_memory[position] = False
         return in_memory
+
+    def aligned_reads(self) -> list[frozenset[int]]:
+        """Return for each item what it reads from memory element by element, in the order in which it is written."""
+        moved: list[frozenset[int]] = []  # what each item reads from memory in another order
+        for position, item in enumerate(self.items):
+            if item.is_aligned:
+                moved.append(_united([moved[r] for r in item.reads if not self.in_memory[r]]))
+            else:
+                moved.append(self.reads[position])
+        return [reads - others for reads, others in zip(self.reads, moved, strict=True)]
 
     def _wanted_in_memory(self) -> list[bool]:
         """Return for each item whether a library's kernel or the user reads it from memory, seen through views."""

@@ -110,10 +110,11 @@ class Replay:
         if fmt is not None:
             val = tensor_of(node)
             size = stored_bytes(fmt, val) if form is None else form.num_bytes(val)
-            copy = Item(self._cast_kind(fmt, form), size, [self.at[node]], is_stored=not is_moved)
+            copy = Item(self._cast_kind(fmt, form), size, [self.at[node]], is_stored=not is_moved, is_aligned=True)
             self.copies[node] = self._append(copy, node, node)
             if isinstance(fmt, Bit):  # forward reads the bits: what they are computed from need not stay
-                self.at[node] = self._append(Item(Kind.FUSED, result_bytes(node), [self.copies[node]]), node, node)
+                read = Item(Kind.FUSED, result_bytes(node), [self.copies[node]])
+                self.at[node] = self._append(read, node, node)
         if is_moved:
             leaves = Item(Kind.EXTERN, 0, [self.copies.get(node, self.at[node])], is_stored=True)
             self.offloads[node] = self._append(leaves, node, node)
@@ -136,9 +137,9 @@ class Replay:
     def _add(
         self, node: Node, reads: list[int], anchor: Node, *, is_stored: bool = False, is_repeat: bool = False
     ) -> int:
-        kind, size, is_heavy, workspace = self.step.traits_of(node)
+        kind, size, is_heavy, workspace, is_aligned = self.step.traits_of(node)
         is_returned = not is_repeat and node in self.step.returned
-        item = Item(kind, size, reads, is_stored, is_returned, is_heavy, workspace)
+        item = Item(kind, size, reads, is_stored, is_returned, is_heavy, workspace, is_aligned=is_aligned)
         return self._append(item, anchor, node)
 
     def _append(self, item: Item, anchor: Node, made: Node) -> int:
@@ -174,7 +175,7 @@ class Replay:
         source = self.step.undecoded(node)
         if source is not node and source in self.step.copied:
             kind = self._cast_kind(self.step.copied[source], None)
-            return self._append(Item(kind, result_bytes(node), [self.copies[source]]), reader, node)
+            return self._append(Item(kind, result_bytes(node), [self.copies[source]], is_aligned=True), reader, node)
         if source is not node and not self._has_copy(source):
             is_same = tensor_of(node).dtype == tensor_of(source).dtype
             return self.read_from[source] if is_same else self._converted(node, self.read_from[source], reader)
@@ -185,7 +186,8 @@ class Replay:
             copy = self._reload(source, reader) if form.is_on_host else self.copies.get(source, self.at[source])
             if form.format is None:
                 return copy
-            read = self._append(Item(self._cast_kind(form.format, form), result_bytes(node), [copy]), reader, node)
+            kind = self._cast_kind(form.format, form)
+            read = self._append(Item(kind, result_bytes(node), [copy], is_aligned=True), reader, node)
             self.decoded.setdefault(source, []).append(read)
             return read
         self.repeated.append((node, reader))
@@ -198,7 +200,8 @@ class Replay:
         """Return the item of a recomputed value in another dtype. Inductor computes equal conversions once."""
         key = read, tensor_of(node).dtype
         if key not in self._conversions:
-            self._conversions[key] = self._append(Item(Kind.FUSED, result_bytes(node), [read]), reader, node)
+            converted = Item(Kind.FUSED, result_bytes(node), [read], is_aligned=True)
+            self._conversions[key] = self._append(converted, reader, node)
         return self._conversions[key]
 
     def _has_copy(self, node: Node) -> bool:

@@ -13,7 +13,7 @@ from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import JointGraph, input_index, is_view_or_cast, tensor_of, value
 from fxprec.passes.analysis.replay.casts import CastKernels
-from fxprec.passes.analysis.replay.kernels import HEAVY, Kind, kind_of, result_bytes, workspace_of
+from fxprec.passes.analysis.replay.kernels import HEAVY, Kind, is_aligned, kind_of, result_bytes, workspace_of
 from fxprec.passes.analysis.saved_values import is_repeated, needed_by_forward
 from fxprec.passes.analysis.signs import bounds
 
@@ -62,7 +62,7 @@ class Step:
         self.operands = {node: tuple(node.all_input_nodes) for node in nodes}
         """Computed once, since a node makes this list anew each time."""
         self.undecoded_operands = {node: tuple(map(self.undecoded, self.operands[node])) for node in self.forward}
-        self._traits: dict[Node, tuple[Kind, int, bool, int]] = {}
+        self._traits: dict[Node, tuple[Kind, int, bool, int, bool]] = {}
 
     def _divide(self, casts: Collection[Node]) -> None:
         """Divide all nodes but casts among forward, backward, and what backward computes without a gradient."""
@@ -116,11 +116,15 @@ class Step:
                 found[source] = None
         return found
 
-    def traits_of(self, node: Node) -> tuple[Kind, int, bool, int]:
-        """Return a node's kind, bytes, whether it is too expensive to repeat, and workspace; replays share them."""
+    def traits_of(self, node: Node) -> tuple[Kind, int, bool, int, bool]:
+        """Return a node's kind, bytes, whether it is too expensive to repeat, workspace, and whether it is aligned.
+
+        Replays share them.
+        """
         if node not in self._traits:
             kind = Kind.PIECE if self.joint.is_tangent(node) else kind_of(node)
-            self._traits[node] = (kind, result_bytes(node), node.target in HEAVY, workspace_of(node, self.processor))
+            workspace = workspace_of(node, self.processor)
+            self._traits[node] = kind, result_bytes(node), node.target in HEAVY, workspace, is_aligned(node)
         return self._traits[node]
 
     def undecoded(self, node: Node) -> Node:

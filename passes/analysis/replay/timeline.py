@@ -6,7 +6,7 @@ A tensor in memory (`loops`) is live from the node that writes it to the last no
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fxprec.passes.analysis.kernel_order import Kernel, better_order
@@ -34,6 +34,7 @@ class Timeline:
     def __post_init__(self) -> None:
         loops = Loops(self.items)
         self._loops, self._returned, self._in_memory = loops, loops.returned, loops.in_memory
+        self._aligned = loops.aligned_reads()
         reads = loops.reads
         pieces = {p: item.reads[0] for p, item in enumerate(self.items) if item.kind is Kind.PIECE and item.reads}
         run = [p for p, is_in_memory in enumerate(self._in_memory) if is_in_memory and p not in pieces]
@@ -58,11 +59,22 @@ class Timeline:
                 {r: size[r] for r in reads[p]},
                 frozenset(at[r] for r in (*reads[p], *self._overwrites(p)) if r in at),
                 self.items[p].workspace,
+                frozenset(r for r in self._over(p) if r in at),
             )
             for p in half
         ]
         order = better_order(kernels, returned)
         return list(half) if order is None else [half[i] for i in order]
+
+    def _over(self, position: int) -> Iterator[int]:
+        """Yield the tensors over which a loop may write its result, if nothing reads them later."""
+        item = self.items[position]
+        if item.kind is Kind.FUSED:
+            for read in sorted(self._aligned[position]):
+                over = self.items[read]
+                is_its_own = bool(over.reads) and not over.is_stored and not self._returned[read]
+                if is_its_own and over.kind is not Kind.FREE and over.bytes == item.bytes:
+                    yield read
 
     def _overwrites(self, position: int) -> set[int]:
         """Return the kernels that read the tensor that an item overwrites, through views and their own loops."""
@@ -85,6 +97,11 @@ class Timeline:
         for position, t in time.items():
             for read in reads[position]:
                 last[read] = max(last[read], t)
+        for position, t in time.items():
+            in_forward = t < self.split
+            ended = (r for r in self._over(position) if last[r] == t > time[r] and (time[r] < self.split) == in_forward)
+            if (over := next(ended, None)) is not None:
+                last[over] = t - 1
         change = [0] * (end + 1)
         for position, t in time.items():
             self.born[position] = t
