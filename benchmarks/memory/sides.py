@@ -77,7 +77,7 @@ SIDES: dict[str, Side] = {
     "fxprec hfp8 packed, checkpointed": Side(_PACKED, checkpointed=True),
     **{
         f"fxprec fp8, peak {share}": Side({**_FP8, "peak_budget": share})
-        for share in ("80%", "60%", "50%", "43%", "41%", "40%", "30%")
+        for share in ("80%", "60%", "50%", "44%", "40%", "30%", "25%")
     },
 }
 
