@@ -113,18 +113,18 @@ def _as_kernel(nodes: Sequence[Any], at: Mapping[Any, int]) -> OrderedKernel:
 def _over(node: Any) -> Iterator[str]:
     """Yield the buffers over which a loop may write its result: `decide_inplace_update` asks the same."""
     made = node.get_outputs()
-    if node.is_extern() or len(made) != 1:
+    if node.is_extern() or len(made) != 1 or not made[0].mpi_buffer.size_alloc:
         return
     for buffer in node.mpi_node.pred_buffers:
         users = [user for user in getattr(buffer, "users", None) or () if user.node is node]
         is_aligned = bool(users) and all(user.can_inplace for user in users)
-        if isinstance(buffer, SchedulerBuffer) and is_aligned and _size(buffer) == _size(made[0]):
+        if isinstance(buffer, SchedulerBuffer) and is_aligned and _is_as_large(buffer, made[0]):
             yield buffer.get_name()
 
 
-def _size(buffer: SchedulerBuffer) -> tuple[torch.dtype, int]:
-    assert buffer.node is not None, "a kernel's result"
-    return buffer.node.get_dtype(), int(buffer.mpi_buffer.size_alloc)
+def _is_as_large(buffer: Any, other: Any) -> bool:
+    same_bytes: bool = buffer.mpi_buffer.size_alloc == other.mpi_buffer.size_alloc
+    return same_bytes and buffer.node.get_dtype() is other.node.get_dtype()
 
 
 def _bytes(buffer: SchedulerBuffer) -> int:

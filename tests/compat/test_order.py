@@ -19,6 +19,11 @@ class Kernel:
     kind: str = ""
     size: int = 4
     waits_for: list[str] = field(default_factory=list)
+    reads: str = ""
+
+    @property
+    def read_writes(self) -> Any:
+        return SimpleNamespace(buffer_names=lambda: {self.name, *self.reads.split()})
 
     def get_name(self) -> str:
         return self.name
@@ -66,3 +71,10 @@ def test_a_large_result_stands_alone_as_a_gemm_does() -> None:
     small, large = Kernel("small", size=4), Kernel("large", size=1 << 16)
     found = waits(Kernel("sum", "sum"), small, large, Kernel("end"), kept=("small", "large"))
     assert found == {"sum": [], "small": [], "large": ["sum"], "end": ["large"]}
+
+
+def test_a_loop_has_one_dependency_on_a_gemm_whose_result_it_may_write_over() -> None:
+    found = waits(Kernel("gemm", "gemm"), Kernel("reader", reads="gemm"), Kernel("other"))
+    assert found == {"gemm": [], "reader": [], "other": ["gemm"]}
+    large = Kernel("large", size=1 << 16)
+    assert waits(large, Kernel("reader", reads="large"), kept=("large",))["reader"] == ["large"], "it may not be fused"

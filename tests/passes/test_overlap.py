@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fxprec.compat.order import _KernelOrder
+from fxprec.compat.order import OrderedKernel, _KernelOrder
 from fxprec.passes.analysis.kernel_order import Kernel, saving_order
 from fxprec.passes.crossings.overlap import Copy, place_waits
 
@@ -65,11 +65,11 @@ KERNEL = SimpleNamespace(node=SimpleNamespace())
 def test_a_copy_that_begins_early_stays_before_its_kernel_in_an_order_that_saves_memory() -> None:
     """Made late it would hold less: that is what the order is for, and what the plan has weighed already."""
     kernels = [[KERNEL], [RELOAD], [KERNEL], [KERNEL]]
-    found: list[tuple[dict[str, int], dict[str, int], frozenset[int], None]] = [
-        ({"a": 1}, {}, frozenset(), None),
-        ({"back": 100}, {}, frozenset(), None),
-        ({"b": 1}, {"a": 1}, frozenset({0}), None),
-        ({"c": 1}, {"b": 1, "back": 100}, frozenset({1, 2}), None),
+    found: list[OrderedKernel] = [
+        ({"a": 1}, {}, frozenset(), None, frozenset()),
+        ({"back": 100}, {}, frozenset(), None, frozenset()),
+        ({"b": 1}, {"a": 1}, frozenset({0}), None, frozenset()),
+        ({"c": 1}, {"b": 1, "back": 100}, frozenset({1, 2}), None, frozenset()),
     ]
     assert saving_order([Kernel(*each[:3]) for each in found]) == [0, 2, 1, 3]
     held = _KernelOrder(lambda *_: None, "test", None, frozenset({"reload"}))._held_back(found, kernels)  # type: ignore[arg-type]

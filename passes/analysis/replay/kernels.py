@@ -81,9 +81,19 @@ def is_aligned(node: Node) -> bool:
         shown, val = value(node.all_input_nodes[0]), value(node)
         if shown is None or val is None or bytes_of(shown) != bytes_of(val):
             return False
-        return shown.is_contiguous() and val.is_contiguous()
+        return _is_row_major(shown) and _is_row_major(val)
     is_cast = node.target in (*ops.CASTS, QUANTIZE, DEQUANTIZE)
     return is_cast or has_tag(node, torch.Tag.pointwise)
+
+
+def _is_row_major(val: torch.Tensor) -> bool:
+    """Return whether a tensor is contiguous at the traced sizes; asking the tensor would guard on its sizes."""
+    wanted = 1
+    for size, stride in zip(reversed(val.shape), reversed(val.stride()), strict=True):
+        if dim_hint(size) != 1 and dim_hint(stride) != wanted:
+            return False
+        wanted *= dim_hint(size)
+    return True
 
 
 def _writes_on_constant(node: Node) -> bool:
