@@ -73,7 +73,7 @@ class Timeline:
             for read in sorted(self._aligned[position]):
                 over = self.items[read]
                 is_its_own = bool(over.reads) and not over.is_stored and not self._returned[read]
-                if is_its_own and over.kind is not Kind.FREE and over.bytes == item.bytes:
+                if is_its_own and over.bytes == item.bytes:
                     yield read
 
     def _overwrites(self, position: int) -> set[int]:
