@@ -1,6 +1,7 @@
 """Held-out loss of a small model of characters on 4 ranks, and whether replicas stay bit-identical, by what is sent.
 
     python -m benchmarks.comm.by_link_loss --steps 1000
+    python -m benchmarks.comm.by_link_loss --steps 1000 --ways "bf16 all-reduce" "by link, by nodes"
 
 All ranks are on this machine and the link is given as a slow one, so bits by link choose as they would there.
 """
@@ -29,6 +30,7 @@ from fxprec.runtime.aps.link_widths import FOUR_BITS
 
 RANKS, BATCH, LENGTH, LINK = 4, 4, 64, "20Mbit/s, 1ms"
 BY_LINK = {"format": "e4m3fn", "bits": "by link", "link": LINK}
+NODES = {"group_size": 2, "link": f"{LINK} between; 2Gbit/s inside"}
 WAYS: dict[str, dict[str, Any] | None] = {
     "fp32": None,
     "bf16 all-reduce": BY_LINK | {"widths": (16,)},
@@ -37,6 +39,8 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "by link": BY_LINK,
     "by link, low rank": BY_LINK | {"low_rank": 4},
     "by link, error feedback": BY_LINK | {"error_feedback": True},
+    "by link, by nodes": BY_LINK | NODES,
+    "by link, by nodes, error feedback": BY_LINK | NODES | {"error_feedback": True},
 }
 
 
@@ -84,13 +88,13 @@ def trained(name: str, options: dict[str, Any] | None, steps: int, seed: int) ->
     }
 
 
-def rank_of(rank: int, steps: int, seeds: Sequence[int], folder: str) -> None:
+def rank_of(rank: int, steps: int, seeds: Sequence[int], ways: Sequence[str], folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=RANKS)
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
     for seed in seeds:
-        for name, options in WAYS.items():
-            rows[name].append(trained(name, options, steps, seed))
+        for name in ways:
+            rows[name].append(trained(name, WAYS[name], steps, seed))
             if rank == 0:
                 print(f"{name:24} seed {seed}: {rows[name][-1]}", flush=True)
     if rank == 0:
@@ -102,9 +106,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--ways", nargs="+", metavar="WAY", choices=list(WAYS), default=list(WAYS))
     args = parser.parse_args()
+    seeds = [int(seed) for seed in args.seeds.split(",")]
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_of, (args.steps, [int(seed) for seed in args.seeds.split(",")], folder), nprocs=RANKS)
+        mp.spawn(rank_of, (args.steps, seeds, args.ways, folder), nprocs=RANKS)
         rows = torch.load(Path(folder, "rows.pt"), weights_only=True)
     print(machine.save("aps-by-link-loss", {"ranks": RANKS, "link": LINK, "steps": args.steps, "ways": rows}))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fxprec.runtime.aps.coder import Coder
 from fxprec.runtime.aps.exchange import (
+    Largest,
     all_gather,
     exchange_hierarchical,
     set_mean,
@@ -96,7 +97,8 @@ class Exchange:
         self.groups = state.groups if node is None else node.between
         inside = part.sending.inside(part.views[0].dtype)
         self.inside = None if node is None else Inside(node, sizes_of(part.views), inside)
-        self.work: dist.Work | None = None
+        self.largest: Largest | None = None
+        """The exchange of exponents."""
         self.exponent_codes = torch.empty(0, dtype=torch.int8, device="cpu")
         self.exponents = torch.empty(0, dtype=torch.int32, device="cpu")
         self.lost: Tensor | None = None
@@ -117,8 +119,7 @@ class Exchange:
         if self.wire is not None:
             terms = 1 if self.state.options.accumulate == "fp32" else self.groups.size
             self.exponent_codes = exponent_codes(self._largest(), terms)
-            group = self.state.groups.exponents
-            self.work = dist.all_reduce(self.exponent_codes, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            self.largest = Largest(self.exponent_codes, self.state.groups.exponents)
 
     def add(self) -> None:
         """By nodes, average this rank's chunk over the node."""
@@ -128,8 +129,8 @@ class Exchange:
 
     def prepare(self) -> None:
         """Wait for the exponents; scale and encode."""
-        if self.work is not None:
-            self.work.wait()
+        if self.largest is not None:
+            self.exponent_codes = self.largest.wait()
         if not self._is_coded or self.wire is None:
             return
         flat, bounds = self.flat.values, self.flat.layout.bounds

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxprec.errors import ConfigError, FxprecError, PlanError, did_you_mean
+from fxprec.runtime.aps.exchange import ring_steps
 from fxprec.runtime.aps.gathers import Gathers
 from fxprec.runtime.aps.groups import Groups, agree, communication_device
 from fxprec.runtime.aps.link_plan import LayerBits, LinkPlan
@@ -258,11 +259,13 @@ class ByLink:
         """Return the widths to choose from, each also by nodes if there are nodes. Costs are measured once."""
         if not self._timed:
             stochastic = self._options.rounding == "stochastic"
-            widths = widths_of(self._codings, stochastic=stochastic, passes=self._transport.passes)
+            steps, passes = ring_steps(self._groups.payload), self._transport.passes
+            widths = widths_of(self._codings, stochastic=stochastic, passes=passes, ring_steps=steps)
             timed = probe_widths(widths, communication_device(self._groups.payload), self._groups.payload)
             if (node := self._groups.node) is not None:
                 cast = next(width for width in timed if width.bits == 8 * INSIDE.itemsize)
-                timed += tuple(by_nodes(width, cast, node.size, node.between.size) for width in timed)
+                steps = ring_steps(node.between.payload)
+                timed += tuple(by_nodes(width, cast, node.size, node.between.size, steps) for width in timed)
             if self._options.low_rank:
                 cast = next(width for width in timed if width.bits == UNPLANNED)
                 timed += (probe_low_rank(cast, self._options.low_rank, self._memory, self._groups.payload),)

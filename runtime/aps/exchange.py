@@ -2,6 +2,10 @@
 
 Definitions: docs/algorithms.md, "Communication in 8 bits". A rank sends as many bytes as in a ring all-reduce of codes,
 2 (N - 1) / N of the bucket. All ranks decode the same bytes, so replicas stay bit-identical whatever is rounded before.
+
+Gloo's collectives pass messages around a ring: an all-gather takes N - 1 exchanges one after the other, an all-reduce
+2 (N - 1), each as long as a message and its notice take there and back. An all-to-all takes one. So over Gloo small
+messages go from each rank to each other rank, and sums are made by owners. NCCL's collectives are taken as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from fxprec.runtime.aps.layout import Layout, layout
 from fxprec.runtime.aps.segments import Bounds, largest_magnitudes
 
 _HEADER = torch.int16
+DIRECT_BYTES = 1 << 16
+"""Largest message that goes to each rank at once. Of larger ones a ring sends less between nodes of several ranks."""
 all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 
 
@@ -108,7 +114,7 @@ def accumulate(rows: list[Tensor], coder: Coder, kahan: bool) -> Tensor:
 
 
 def to_owners(codes: Tensor, size: int, num_ranks: int, group: dist.ProcessGroup) -> Tensor:
-    """Send chunks, `size` bytes in all, to their owners; return this rank's chunk from every rank (num_ranks, n)."""
+    """Send chunks, `size` elements in all, to their owners; return this rank's chunk from every rank (num_ranks, n)."""
     sent = F.pad(codes, (0, size - codes.numel())) if codes.numel() < size else codes
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
@@ -116,11 +122,63 @@ def to_owners(codes: Tensor, size: int, num_ranks: int, group: dist.ProcessGroup
 
 
 def all_gather(message: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return every rank's message as a row (num_ranks, bytes)."""
+    """Return every rank's message (n,) as a row (num_ranks, n)."""
     size = dist.get_world_size(group)
     gathered = message.new_empty(size * message.numel())
-    all_gather_into(gathered, message, group=group)
+    if is_direct(message, group):
+        dist.all_to_all_single(gathered, message.repeat(size), group=group)
+    else:
+        all_gather_into(gathered, message, group=group)
     return gathered.view(size, -1)
+
+
+def is_direct(message: Tensor, group: dist.ProcessGroup) -> bool:
+    """Return whether a message goes from each rank to each other rank, not around a ring."""
+    return passes_on(group) and message.nbytes <= DIRECT_BYTES
+
+
+def passes_on(group: dist.ProcessGroup) -> bool:
+    """Return whether a group's all-reduce and all-gather take an exchange for each other rank."""
+    return dist.get_backend(group) == "gloo"
+
+
+def ring_steps(group: dist.ProcessGroup) -> int:
+    """Return the exchanges one after the other of an all-reduce; 1 where the backend has shorter ways than a ring."""
+    return max(1, 2 * (dist.get_world_size(group) - 1)) if passes_on(group) else 1
+
+
+class Largest:
+    """The largest value of each element over ranks. The exchange begins with the object; `wait` ends it."""
+
+    def __init__(self, values: Tensor, group: dist.ProcessGroup) -> None:
+        self._values = values
+        self._rows: Tensor | None = None
+        if is_direct(values, group):
+            sent = values.repeat(dist.get_world_size(group), 1)
+            self._rows = torch.empty_like(sent)
+            self._work = dist.all_to_all_single(self._rows, sent, group=group, async_op=True)
+        else:
+            self._work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """Return the largest values; on a GPU they are ready for what the current stream does next."""
+        assert self._work is not None
+        self._work.wait()
+        return self._values if self._rows is None else self._rows.amax(0)
+
+
+def sum_over_ranks(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of all ranks' `flat` (n,), in its dtype; may overwrite it.
+
+    Over Gloo the owner of a chunk adds it in float32 or wider in rank order, and rounds once.
+    """
+    if not passes_on(group):
+        dist.all_reduce(flat, group=group)
+        return flat
+    num_ranks = dist.get_world_size(group)
+    rows = to_owners(flat, num_ranks * -(-flat.numel() // num_ranks), num_ranks, group)
+    total = rows.sum(0, dtype=torch.promote_types(flat.dtype, torch.float32))
+    return all_gather(total.to(flat.dtype), group).view(-1)[: flat.numel()]
 
 
 def set_mean(flat: Tensor, total: Tensor, num_ranks: int) -> None:

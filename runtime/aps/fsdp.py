@@ -20,6 +20,7 @@ from fxprec.errors import ConfigError
 from fxprec.numerics.blocks import BlockFormat
 from fxprec.runtime import on_device
 from fxprec.runtime.aps.coder import Coder
+from fxprec.runtime.aps.exchange import Largest
 from fxprec.runtime.aps.exponents import exponent_codes, factor_exponents, mask_factors
 from fxprec.runtime.aps.fsdp_gather import APSAllGather, wire_of_parameters
 from fxprec.runtime.aps.groups import agree
@@ -127,7 +128,7 @@ class APSReduceScatter(ReduceScatter):
         parts, flat = self._parts(length), rows.reshape(-1)
         bounds = bounds_of(tuple(parts) * world)
         codes = exponent_codes(largest_magnitudes(flat, bounds))
-        dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=group)
+        codes = Largest(codes, group).wait()
         exponents = factor_exponents(codes, wire.top)
         scale_by_powers(flat, bounds, exponents)
         coder = Coder(wire, self.state.random(step, self.shards.index, 0, rows.device), bounded=True)

@@ -80,12 +80,14 @@ def advance(states: States, problem: Problem, items: Sequence[Layer], number: in
     ready = problem.ready[bucket] + problem.shares_cores * states.busy
     pays = first * problem.latency_inside(width)
     encoder = np.maximum(states.encoder, ready) + encode + inside + pays
-    link = np.maximum(states.link, encoder) + transfer + first * width.messages * problem.links.between.latency
+    latency = problem.links.between.latency
+    link = np.maximum(states.link, encoder) + transfer + first * latency
+    arrival = link + (width.messages - 1) * latency  # in these other exchanges of a part, other parts are sent
     work = encode + decode + first * width.exchanges * problem.links.exchange
     return States(
         encoder,
         link,
-        np.maximum(states.decoder, link) + decode + inside + pays,
+        np.maximum(states.decoder, arrival) + decode + inside + pays,
         states.busy + work,
         states.error + sum(problem.error(layer, width) for layer in items),
         used | 1 << number,

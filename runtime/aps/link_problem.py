@@ -13,10 +13,8 @@ from fxprec.runtime.aps.links import Links
 MESSAGE_BYTES = 385
 """Bytes that a Gloo message adds to its payload on a rank's interface: its header, two notices that sender and receiver
 are ready, acknowledgements, and the headers of TCP, IP and Ethernet. Measured with 2, 4 and 8 ranks: 370 to 400."""
-IN_RING = 2
-"""Messages that Gloo sends from a rank to the next one in each step of a ring."""
-ALL_REDUCE_SENDS = 2 * IN_RING
-"""Messages that a rank sends in an all-reduce for each other rank."""
+ALL_REDUCE_SENDS = 4
+"""Messages that a rank sends in Gloo's all-reduce for each other rank: 2 in each of 2 steps of the ring."""
 STANDING = 19
 """Factor by which an error that repeats counts more than an error that each step draws anew. Momentum of 0.9 averages
 the square of the latter to 1 / 19. Low rank misses about the same part of a gradient in the next step."""
@@ -54,11 +52,11 @@ class Width:
     decode: float = 0.0
     """Seconds per element to add and decode what arrives."""
     messages: int = 3
-    """Consecutive exchanges between nodes, each with the link's latency: exponents, codes to owners, codes of the
-    sum."""
-    sends: int = ALL_REDUCE_SENDS + 1 + IN_RING
-    """Messages that a rank sends to or through each other rank: those of an all-reduce, 1 in an all-to-all, `IN_RING`
-    in an all-gather."""
+    """Consecutive exchanges of a part between nodes, each with the link's latency: exponents, codes to owners, codes
+    of the sum. Over Gloo an all-reduce takes as many as its ring has steps."""
+    sends: int = 3
+    """Messages that a rank sends to each other rank: 1 in each exchange, or `ALL_REDUCE_SENDS`. That large sums of
+    codes are gathered in a ring, with 1 message more, is not counted."""
     sends_to_all: int = 0
     """By nodes: messages to all ranks, while `sends` are between nodes."""
     error: float = 0.0
@@ -84,8 +82,11 @@ class Width:
 
     @property
     def exchanges(self) -> int:
-        """Return the number of exchanges of a part, by nodes including those inside and that of exponents."""
-        return self.messages + 2 * self.by_nodes + (self.sends_to_all > 0)
+        """Return the number of exchanges of a part, by nodes including those inside and that of exponents.
+
+        An all-reduce counts as one.
+        """
+        return (1 if self.in_ring else self.messages) + 2 * self.by_nodes + (self.sends_to_all > 0)
 
     def roundings(self, ranks: int, passes: int) -> float:
         """Return the mean's squared error, at most, relative to that of one rounding of one rank's gradient.
@@ -167,7 +168,7 @@ class Problem:
         if not width.by_nodes:
             return width.sends * peers * MESSAGE_BYTES
         node, nodes = self.links.node, self.ranks // self.links.node
-        return (width.sends_to_all * peers + (1 + IN_RING) * (node - 1) + width.sends * (nodes - 1)) * MESSAGE_BYTES
+        return (width.sends_to_all * peers + 2 * (node - 1) + width.sends * (nodes - 1)) * MESSAGE_BYTES
 
     def _inside(self, elements: int, width: Width) -> float:
         return width.inside_bytes * elements * (1 - 1 / self.links.node)

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fxprec.runtime.aps.exchange import sum_over_ranks
+
 if TYPE_CHECKING:
     from fxprec.runtime.aps.bucket import Part
 
@@ -186,8 +188,7 @@ def errors_of(
 
 def _reduced(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     flat = joined(tensors, tensors[0].dtype)
-    dist.all_reduce(flat, group=group)
-    return parted(flat, [x.shape for x in tensors])
+    return parted(sum_over_ranks(flat, group), [x.shape for x in tensors])
 
 
 def _sketch(x: Tensor) -> Tensor:

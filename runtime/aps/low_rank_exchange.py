@@ -1,14 +1,13 @@
-"""Exchange layers in low rank, and the layers that go whole beside them, in two all-reduces."""
+"""Exchange layers in low rank, and the layers that go whole beside them, in two sums over ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from fxprec.runtime.aps.bucket import Part, settle
-from fxprec.runtime.aps.exchange import set_mean
+from fxprec.runtime.aps.exchange import set_mean, sum_over_ranks
 from fxprec.runtime.aps.low_rank import Factors, columns_of, joined, parted, usable
 from fxprec.runtime.aps.state import APSState
 
@@ -16,7 +15,7 @@ from fxprec.runtime.aps.state import APSState
 class LowRankExchange:
     """The mean over ranks of parts of buckets in low rank; layers that are no such matrices go whole beside P.
 
-    It has the stages of `Exchange`. There are two all-reduces: of P, and of Q.
+    It has the stages of `Exchange`. There are two sums over ranks: of P, and of Q.
     """
 
     def __init__(self, state: APSState, parts: Sequence[Part]) -> None:
@@ -48,7 +47,7 @@ class LowRankExchange:
 
     def scatter(self) -> None:
         """Sum P, and the layers beside it, over ranks."""
-        dist.all_reduce(self.message, group=self.state.groups.payload)
+        self.message = sum_over_ranks(self.message, self.state.groups.payload)
 
     def reduce(self) -> None:
         """Average the layers beside P; multiply by the orthonormal P."""
@@ -62,7 +61,7 @@ class LowRankExchange:
     def gather(self) -> None:
         """Sum Q over ranks."""
         if self.layers:
-            dist.all_reduce(self.message, group=self.state.groups.gather)
+            self.message = sum_over_ranks(self.message, self.state.groups.gather)
 
     def finish(self) -> None:
         """Write P Q^T into the layers; keep Q, and this rank's matrices minus P Q^T as residuals."""

@@ -42,7 +42,7 @@ class Coding:
     ns_per_element: float = 0.0
     """Nanoseconds on one rank to compress and decompress one number, there and back."""
     extra_exchanges: int = 0
-    """Small all-reduces before the payload: APS sends its exponents first."""
+    """Small exchanges of one latency before the payload: APS sends its exponents first."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def all_reduce_seconds(elements: float, way: Way, link: Link, coding: Coding) ->
         return 0.0
     size = elements * coding.bytes_per_element
     wire = sum(steps * (link.latency + share * size / link.bytes_per_second) for steps, share in way.legs)
-    return wire + coding.extra_exchanges * way.steps * link.latency + elements * coding.ns_per_element * 1e-9
+    return wire + coding.extra_exchanges * link.latency + elements * coding.ns_per_element * 1e-9
 
 
 def buckets(layers: Sequence[Layer]) -> list[tuple[float, int]]:

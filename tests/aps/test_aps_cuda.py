@@ -69,6 +69,7 @@ def test_a_bucket_has_the_bits_of_a_cpus(monkeypatch: pytest.MonkeyPatch, fmt: s
     """Of two ranks with the same gradients: what this one sends to itself is what the other sends."""
     work = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr(bucket.dist, "all_reduce", lambda *args, **options: work)
+    monkeypatch.setattr(bucket.dist, "get_backend", lambda group: "nccl")
     monkeypatch.setattr(bucket.dist, "all_to_all_single", first_chunk_of_both)
     found = []
     for on_gpu in (False, True):
@@ -127,6 +128,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(segments.on_device, "uploaded_for_good", uploads.of)
     work = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr(bucket.dist, "all_reduce", lambda *args, **options: work)
+    monkeypatch.setattr(bucket.dist, "get_backend", lambda group: "nccl")
     monkeypatch.setattr(bucket.dist, "all_to_all_single", lambda out, given, group: None)
     monkeypatch.setattr(bucket.dist, "get_rank", lambda group: 0)
     for cached in (segments_triton.table_of, segments.indices_of):
