@@ -233,14 +233,14 @@ class Controller:
         self._tell(kind, self.plan.sites[site], detail)
 
     def _overflows(self, site: Site, stats: SiteStats, step: int) -> bool:
-        limit = self.rules.promote_above
-        if self.copies is not None and self.copies.was_scaled(site.id, step):
+        limit, exp = self.rules.promote_above, 0 if self.copies is None else self.copies.at(site.id, step)
+        if exp > 0:
             return False  # the copy's own scale caused the overflow and is lowered instead
         if not stats.overflow_ratio or limit is None or not self._may_move(site):
             return False
         # An inf or a NaN counts as overflow, but it shows a bad batch, not a format that is too narrow. The ratio
-        # arrives in float32, where 1 in 100 is less than 0.01.
-        return math.isfinite(stats.amax) and stats.overflow_ratio >= ctypes.c_float(limit).value
+        # arrives in float32, where 1 in 100 is less than 0.01. A copy that was scaled down bears no overflow at all.
+        return math.isfinite(stats.amax) and (exp < 0 or stats.overflow_ratio >= ctypes.c_float(limit).value)
 
     def _may_move(self, site: Site) -> bool:
         """Return whether a site may be promoted."""

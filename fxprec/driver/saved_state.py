@@ -221,7 +221,9 @@ _COPY = fields_of(
         "since": _count,
         "empty_since": or_one_of([None], _count),
         "recent": each(_number),
-    }
+        "floor": _exponent,
+    },
+    ("floor",),
 )
 _IDENTITY: Mapping[str, Reader] = {"training": flag, "parameters": each(text), "inputs": each(each(_size))}
 _PENDING = fields_of(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 _NONE = "nothing planned yet; the first training step compiles"
+_SIMULATED = "rounded numbers stay in float32, storage='packed' stores their codes"
 _ROWS = 50  # number of tensors in a notebook's table
 
 
@@ -29,6 +30,7 @@ def line(plans: Sequence[Plan], graph: str = "", *, others: int = 0, uncompiled:
     name += f", {graph}" if graph else ""
     name += ", evaluation" if all(plan.is_evaluation for plan in plans) else ""
     more = [f"{others} more graph{'s' if others > 1 else ''} for other inputs"] if others else []
+    more += [_SIMULATED] if plans[0].storage == "simulate" else []
     return f"fxprec {name}: " + "; ".join([*parts(plans), *more, *uncompiled])
 
 

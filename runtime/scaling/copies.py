@@ -1,8 +1,10 @@
 """Keep the scales of stored copies while training runs: each scale fits its own tensor, independent of the others.
 
-A copy is scaled up if its amax lies near the small end of the format. Otherwise it has no scale: tensors that are too
-large are promoted (`fxprec.runtime.controller`). On a CPU amax is read from the stored codes. So the scale of a copy
-that is all zero is raised by as much as cannot overflow, until an element shows or `MAX_COPY_EXP` is reached.
+A copy is scaled up if its amax lies near the small end of the format. It is scaled down by `DOWN_EXP` binades, for
+good, once any element overflows. Tensors that are still too large, or too large in many elements, are promoted
+(`fxprec.runtime.controller`). On a CPU amax is read from the stored codes. So an overflow does not show how far it
+goes, and the scale of a copy that is all zero is raised by as much as cannot overflow, until an element shows or
+`MAX_COPY_EXP` is reached.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ LOOK_AGAIN = 100
 """Steps after which scales are tried again for a tensor that was 0 at all scales."""
 LOWERED_EXP = 8
 """Least number of binades by which an overflowing copy's scale is lowered, because its true amax is not known."""
-_SAVED = ("exp", "was", "since", "empty_since")
+DOWN_EXP = 3
+"""Binades by which a copy with outliers is scaled down: e4m3fn's normal numbers then reach from 0.125 to 3,584."""
+WIDE_EXP = 12
+"""Least number of binades of normal numbers in a format that can spare `DOWN_EXP` of them."""
+_SAVED = ("exp", "was", "since", "empty_since", "floor")
 
 
 @dataclass
@@ -40,15 +46,20 @@ class _Copy:
     """The first step with exponent ``exp``."""
     empty_since: int | None = None
     """The step at which the copy was found to be 0 at all scales."""
+    floor: int = 0
+    """The exponent of a copy that needs no larger one: 0, or -`DOWN_EXP` once it has overflowed."""
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def note(self, stats: SiteStats, step: int, at_once_above: float) -> None:
         """Choose the exponent of later steps, if the statistics were taken under the present one."""
         if step < self.since or not math.isfinite(stats.amax):
             return
-        if stats.overflow_ratio >= at_once_above and self.exp:
+        if stats.overflow_ratio >= at_once_above and self.exp > 0:
             self.recent.clear()
-            self.exp = max(0, min(self.exp - LOWERED_EXP, self._fitting(stats.amax)))
+            self.exp = max(self.floor, min(self.exp - LOWERED_EXP, self._fitting(stats.amax)))
+        elif stats.overflow_ratio and self.exp <= 0 and self._has_room_below():
+            self.recent.clear()
+            self.exp = self.floor = -DOWN_EXP
         elif stats.amax:
             self.empty_since = None
             if math.ldexp(stats.amax, self.exp) >= self.format.smallest_normal:  # a subnormal amax is too coarse
@@ -61,25 +72,28 @@ class _Copy:
         """Return the exponent that leaves the largest magnitude `HEADROOM_EXP` binades to grow."""
         return floor_log2(self.format.largest) - HEADROOM_EXP - floor_log2(amax)
 
+    def _has_room_below(self) -> bool:
+        return floor_log2(self.format.largest) - floor_log2(self.format.smallest_normal) >= WIDE_EXP
+
     def _settled(self, amax: float) -> int:
-        """Return the present exponent if it still fits, else one that fits; 0 if ``amax`` needs none.
+        """Return the present exponent if it still fits, else one that fits; the least if ``amax`` needs none.
 
         A scale is given up only at four times the amax at which a copy gets one, so that it does not come and go.
         """
         fmt = self.format
         enough = min(32 * fmt.smallest_normal, fmt.largest / 64)
-        if amax >= (4 * enough if self.exp else enough):
-            return 0
+        if amax >= (4 * enough if self.exp > 0 else enough):
+            return self.floor
         fitting = min(self._fitting(amax), MAX_COPY_EXP)
         return self.exp if 0 < self.exp <= fitting and math.ldexp(amax, self.exp) >= enough else fitting
 
     def _searched(self, step: int) -> int:
         """Return the exponent to try next for a copy whose elements are all stored as 0."""
         if self.empty_since is not None and step - self.empty_since < LOOK_AGAIN:
-            return 0
+            return self.floor
         if self.exp >= MAX_COPY_EXP:
             self.empty_since = step
-            return 0
+            return self.floor
         safe = self._fitting(self.format.smallest_subnormal)  # elements stored as 0 are smaller
         return min(self.exp + safe, MAX_COPY_EXP)
 
@@ -105,10 +119,12 @@ class CopyScales:
         """Return the exponent of a row."""
         return self._by_row[row].exp
 
-    def was_scaled(self, row: int, step: int) -> bool:
-        """Return whether a row had a scale in that step."""
+    def at(self, row: int, step: int) -> int:
+        """Return the exponent of a row in that step; 0 for a row without a scale."""
         copy = self._by_row.get(row)
-        return copy is not None and (copy.exp if step >= copy.since else copy.was) > 0
+        if copy is None:
+            return 0
+        return copy.exp if step >= copy.since else copy.was
 
     def note(self, arrived: Iterable[SiteStats], step: int, now: int) -> list[tuple[int, int, int]]:
         """Take statistics of a step; return (row, old, new exponent) of each copy whose scale step ``now`` changes."""
@@ -136,6 +152,7 @@ class CopyScales:
         for row, copy in self._by_row.items():
             if not (copy.recent or copy.since):
                 copy.exp = copy.was = exps.get(row, copy.exp)
+                copy.floor = min(copy.exp, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all rows that have any, as plain JSON data."""

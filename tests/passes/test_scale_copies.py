@@ -187,6 +187,40 @@ def test_a_large_activation_still_is_promoted() -> None:
     assert [e for e in backend.events if e.kind == "promotion"]
 
 
+@pytest.mark.parametrize("power", [1, 8])
+@pytest.mark.parametrize(("largest", "ends"), [(600.0, "scaled"), (3000.0, "scaled"), (30_000.0, "promoted")])
+def test_a_few_outliers_are_clipped_in_no_later_step(largest: float, ends: str, power: int) -> None:
+    """Of one channel in 128: fewer elements than `promote_above`, and nearly all of the gradient's norm."""
+    torch.manual_seed(0)
+    a, b, x = nn.Linear(64, 128), nn.Linear(128, 16), torch.randn(256, 64)
+    with torch.no_grad():
+        a.weight[0] *= (largest ** (1 / power)) / float(F.relu(a(x))[:, 0].max())
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = a, b
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = F.relu(self.a(x))
+            return self.b(x if power == 1 else x**power)
+
+    model = Net()
+    x[0] *= 1.01  # the largest is not exactly a number of the format
+    ours = compiled(model, backend := eager_backend("fp8", low_ratio=1.0))
+    model(x).square().sum().backward()
+    wanted, errors = gradients(model), []
+    for _ in range(4):
+        model.zero_grad()
+        ours(x).square().sum().backward()
+        errors.append(float((gradients(model)["b.weight"] - wanted["b.weight"]).norm() / wanted["b.weight"].norm()))
+    assert errors[0] > 3 * max(errors[2:]), "clipped at first"
+    assert max(errors[2:]) < 0.05
+    kinds = [event.kind for event in backend.events]
+    assert kinds[0] == "scale"
+    assert ("promotion" in kinds) == (ends == "promoted")
+
+
 def test_another_batch_size_begins_with_the_scales_found() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32))

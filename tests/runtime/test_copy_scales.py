@@ -68,6 +68,28 @@ def test_what_is_large_enough_is_not_scaled() -> None:
         assert loop.exp == 0
 
 
+@pytest.mark.parametrize(("fmt", "down"), [("e4m3fn", -3), ("e5m2", -3), ("1-4-3+4", -3), ("1-3-2", 0), ("1-2-3", 0)])
+def test_a_copy_with_outliers_is_scaled_down_for_good_where_its_format_has_the_range(fmt: str, down: int) -> None:
+    loop = Loop(fmt)
+    largest = loop.format.largest
+    exps = []
+    for amax in (largest / 2, 3 * largest, 3 * largest, *[largest / 2] * 20):
+        loop.store(amax)
+        exps.append(loop.exp)
+    assert exps == [0, *[down] * 22]
+
+
+def test_a_copy_scaled_down_is_scaled_up_where_it_turns_small_and_then_down_again() -> None:
+    loop = Loop("e4m3fn")
+    exps = []
+    for amax in (500.0, *[1e-4] * 12, 2.0, 2.0, 500.0):
+        loop.store(amax)
+        exps.append(loop.exp)
+    assert exps[0] == -3
+    assert exps[9:12] == [19] * 3
+    assert exps[-1] == -3
+
+
 def test_a_tensor_that_grows_again_is_scaled_no_more() -> None:
     loop = Loop("e4m3fn")
     for amax in (1e-4, 1e-4, 1e-4):
@@ -107,7 +129,7 @@ def test_statistics_of_steps_before_a_change_choose_nothing() -> None:
     scales = CopyScales(ScaleGraph(copies=(Copy(0, "e4m3fn"),)))
     assert scales.note([SiteStats(0, 0.0, 0.0, 2.0**-5)], 1, now=3) == [(0, 0, 10)]
     assert not scales.note([SiteStats(0, 0.0, 0.0, 2.0**-40)], 2, now=4)
-    assert [scales.was_scaled(0, step) for step in (2, 3)] == [False, True]
+    assert [scales.at(0, step) for step in (2, 3)] == [0, 10]
     assert not scales.note([SiteStats(0, 0.0, 0.0, 2.0**-40)], 3, now=5), "recent magnitudes count"
 
 
