@@ -13,7 +13,7 @@ The table is measured (`fxprec.ir.operators.measured`). Reasons given by hand ar
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -74,6 +74,7 @@ class _Reasons:
         self.operators = operators = grouped.operators
         self.exponentiated, self.compared = _exponentiated(operators), _compared(operators)
         self.in_loss = leading_to_loss(operators.joint)
+        self.of_gradients = operators.joint.made_of_tangents()
         self.operands: dict[Node, list[HighReason]] = defaultdict(list)
         for op in reversed(operators.all):
             if (entry := _entry(OPERANDS, op)) is not None:
@@ -87,7 +88,7 @@ class _Reasons:
             yield COMPARED
         if tensor.kind != "param" and _is_statistic(node, tensor):
             yield STATISTIC
-        yield from _unknown_readers(self.operators, node)
+        yield from _unknown_readers(self.operators, node, self.of_gradients)
         if node in self.exponentiated:
             yield EXPONENTIATED
         yield from self.operands.get(node, ())
@@ -178,18 +179,26 @@ def _size(node: Node) -> int:
     return 0 if val is None else numel_hint(val)
 
 
-def _unknown_readers(operators: Operators, value: Node) -> Iterator[HighReason]:
-    """Yield the reason to keep the dtype of ``value`` for each reading operator that no table has.
+def _unknown_readers(operators: Operators, node: Node, of_gradients: Container[Node]) -> Iterator[HighReason]:
+    """Yield the reason to keep the dtype of a value for each reading operator that no table has.
 
     A backward node that belongs to no operator comes from a user's own backward. It is known if it is a sum of
-    products.
+    products. If no gradient is among its terms, its own readers count as well: ``sin(30 * x)`` reads ``x``.
     """
-    for _, reader in readers(value):
-        op = operators.of_backward_node.get(reader)
-        if op is not None and not _is_known(op):
-            yield replace(_named(UNKNOWN, op), unknown=named(op.aten, op.name, op.module, op.source))
-        elif op is None and is_backward(reader) and reader.target not in ops.TERMS.keys() | ops.GEMMS_BACKWARD:
-            yield replace(UNKNOWN, why=f"{UNKNOWN.why} ({reader.target})", unknown=str(reader.target))
+    seen, stack = {node}, [node]
+    while stack:
+        for _, reader in readers(stack.pop()):
+            op = operators.of_backward_node.get(reader)
+            if op is not None and not _is_known(op):
+                yield replace(_named(UNKNOWN, op), unknown=named(op.aten, op.name, op.module, op.source))
+            elif op is None and is_backward(reader) and reader.target not in _SUMS_OF_PRODUCTS:
+                yield replace(UNKNOWN, why=f"{UNKNOWN.why} ({reader.target})", unknown=str(reader.target))
+            elif op is None and is_backward(reader) and reader not in of_gradients and reader not in seen:
+                seen.add(reader)
+                stack.append(reader)
+
+
+_SUMS_OF_PRODUCTS = ops.TERMS.keys() | ops.GEMMS_BACKWARD
 
 
 def _is_known(op: Operator) -> bool:

@@ -10,6 +10,7 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -341,3 +342,51 @@ def test_an_operator_that_no_table_knows_is_named_in_the_notes() -> None:
     high = run_pass("write-plan", Prod(), torch.randn(5, 4), low_ratio=0.0).work.plan
     assert high.notes == plan.notes, "nor is it in bf16"
     assert run_pass("write-plan", Prod(), torch.randn(5, 4), storage="simulate").work.plan.notes == ()
+
+
+class OwnBackward(torch.autograd.Function):
+    """Saves its operand; its backward computes a factor of the gradient from it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.kind = kind
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        if ctx.kind == "clamped":  # of a gradient: what is read is the product, and its error is the factor's
+            return (grad * (3 * x)).clamp(-10, 10), None
+        return grad * {"sine": torch.sin(30 * x), "square": 3 * x * x, "step": torch.round(10 * x + 2)}[ctx.kind], None
+
+
+class WithOwnBackward(nn.Module):
+    def __init__(self, kind: str, *, relu: bool) -> None:
+        super().__init__()
+        self.kind, self.relu, self.enter, self.leave = kind, relu, nn.Linear(16, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        return self.leave(OwnBackward.apply(x.relu() if self.relu else x, self.kind))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize(("kind", "reader"), [("sine", "sin"), ("step", "round"), ("square", ""), ("clamped", "")])
+def test_what_a_backward_of_the_models_own_computes_from_a_value_counts_as_its_reader(
+    kind: str, reader: str, relu: bool
+) -> None:
+    torch.manual_seed(0)
+    model, x = WithOwnBackward(kind, relu=relu), torch.randn(64, 16)
+    ours = compiled(model, backend := eager_backend("fp8", low_ratio=1.0))
+    ours(x).square().sum().backward()
+    (plan,) = backend.plans
+    read = next(site for site in plan.sites if site.tensor == ("relu" if relu else "addmm"))
+    if reader:
+        assert f"(aten.{reader}.default)" in read.why
+        assert read.format == "fp32"
+        assert plan.notes[0].startswith(f"aten.{reader}.default: its backward reads saved values in their own dtype")
+    else:
+        assert not any("no measurement" in site.why for site in plan.sites)
+        assert plan.notes == ()
