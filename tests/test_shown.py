@@ -60,7 +60,7 @@ def test_the_line_has_the_plans_own_figures(plan: Plan) -> None:
 def test_the_line_leaves_out_what_is_not_known(plan: Plan) -> None:
     evaluation = replace(plan, saved_bytes=None, saved=())
     assert line([evaluation], "graph 1") == "fxprec fp8, graph 1, evaluation: nothing is saved for backward"
-    assert line([]) == "fxprec: nothing planned yet; the first training step compiles"
+    assert line([]) == "fxprec: no training step yet; the first one is planned and compiled"
     assert line([plan], "graph 1").startswith("fxprec fp8, graph 1: ")
     assert line([replace(plan, storage="simulate")]).startswith("fxprec fp8, simulated: ")
 
@@ -151,7 +151,8 @@ def test_reprs_are_short_and_say_what_is_saved(backend: fxprec.Backend) -> None:
     assert repr(backend.plans[0]) == f"<Plan: {backend.summary()}>"
     assert repr(backend) == f"<Backend, step 1: {backend.summary()}>"
     assert len(repr(backend)) < 200
-    assert repr(fxprec.Backend()) == "<Backend, step 0: fxprec: nothing planned yet; the first training step compiles>"
+    nothing = "fxprec: no training step yet; the first one is planned and compiled"
+    assert repr(fxprec.Backend()) == f"<Backend, step 0: {nothing}>"
 
 
 def test_tables_for_notebooks_escape_names(backend: fxprec.Backend) -> None:
@@ -166,7 +167,7 @@ def test_tables_for_notebooks_escape_names(backend: fxprec.Backend) -> None:
     assert "<script>" not in shown
     assert "&lt;script&gt;" in shown
     assert "saved for backward" in backend._repr_html_()
-    assert "nothing planned yet" in fxprec.Backend()._repr_html_()
+    assert "no training step yet" in fxprec.Backend()._repr_html_()
 
 
 def test_a_diagnosis_is_shown_short_and_escaped() -> None:

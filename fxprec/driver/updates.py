@@ -28,7 +28,8 @@ def steppers_of(optimizer: object) -> Sequence[Stepper]:
     found = [one for one in given if isinstance(one, Stepper)]
     if not found or len(found) < len(given):
         other = next((one for one in given if one not in found), optimizer)
-        raise ConfigError(f"optimizer is {_named(other)}, whose step no kernel is known for; {_instead_of(other)}")
+        why = "and backward can only run steps of fxprec.optim"
+        raise ConfigError(f"optimizer is {_named(other)}, {why}; {_instead_of(other)}")
     return found
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fxprec.plan.plan import Plan
 
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
-_NONE = "nothing planned yet; the first training step compiles"
+_NONE = "no training step yet; the first one is planned and compiled"
 _SIMULATED = "rounded numbers stay in float32, storage='packed' stores their codes"
 _ROWS = 50  # number of tensors in a notebook's table
 
