@@ -114,11 +114,20 @@ def frames_left_uncompiled(tell: Callable[[object, str, object, str], None]) -> 
             if self._one_graph:  # the user set fullgraph=True, so the error ends the call
                 raise
             if _is_expected(frame) and _LIMIT not in reason:
-                tell(innermost_backend(self._torchdynamo_orig_backend), named(frame.f_code), owner_of(frame), reason)
+                tell(innermost_backend(self._torchdynamo_orig_backend), _name_of(frame), owner_of(frame), reason)
             raise
 
     with replaced(convert_frame.ConvertFrameAssert, "__call__", lambda _: convert_and_watch):
         yield
+
+
+def _name_of(frame: Any) -> str:
+    """Return the name and line of a frame's code; the class of a module that only a wrapper of torch's calls."""
+    if frame.f_code.co_filename != external_utils.__file__:
+        return named(frame.f_code)
+    wrapped = frame.f_locals.get("fn")
+    owner = getattr(wrapped, "__self__", wrapped)
+    return type(owner).__name__ if isinstance(owner, Module) else named(frame.f_code)
 
 
 @dataclass(frozen=True)
