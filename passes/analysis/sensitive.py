@@ -47,6 +47,10 @@ COMPARED = HighReason(
     "backward compares it for equality with another value: a rounded copy equals it nowhere, and 0 / 0 is NaN",
     as_it_is=True,
 )
+SUBTRACTED = HighReason(
+    "backward subtracts it from another value, as a loss of two features does: if they are nearly equal, the rounding "
+    "errors of 8 bits are larger than the difference"
+)
 LOSS = HighReason(
     "only the loss is computed from it, whose gradient near convergence is a small difference of such values",
     as_it_is=True,
@@ -72,9 +76,10 @@ class _Reasons:
 
     def __init__(self, grouped: Grouped) -> None:
         self.operators = operators = grouped.operators
-        self.exponentiated, self.compared = _exponentiated(operators), _compared(operators)
-        self.in_loss = leading_to_loss(operators.joint)
         self.of_gradients = operators.joint.made_of_tangents()
+        self.exponentiated, self.compared = _exponentiated(operators), _compared(operators)
+        self.subtracted = _subtracted(operators, self.of_gradients)
+        self.in_loss = leading_to_loss(operators.joint)
         self.operands: dict[Node, list[HighReason]] = defaultdict(list)
         for op in reversed(operators.all):
             if (entry := _entry(OPERANDS, op)) is not None:
@@ -91,6 +96,8 @@ class _Reasons:
         yield from _unknown_readers(self.operators, node, self.of_gradients)
         if node in self.exponentiated:
             yield EXPONENTIATED
+        if node in self.subtracted:
+            yield SUBTRACTED
         yield from self.operands.get(node, ())
         op = self.operators.of_node.get(node)
         if op is not None and node in op.outputs and (entry := _entry(RESULTS, op)) is not None:
@@ -139,6 +146,18 @@ def _compared(operators: Operators) -> frozenset[Node]:
     for node in operators.joint.backward_nodes():
         if node.target is ops.aten.eq.Tensor:
             found |= {operators.base(n) for n in _forward_sources(node.args)}
+    return frozenset(found)
+
+
+def _subtracted(operators: Operators, of_gradients: Container[Node]) -> frozenset[Node]:
+    """Return the values of which backward subtracts one from another. A mean, which is broadcast, is none of them."""
+    found: set[Node] = set()
+    for node in operators.joint.backward_nodes():
+        operands = [n for n in node.args if isinstance(n, Node)]
+        if node.target in ops.DIFFERENCES and len(operands) == 2 and node not in of_gradients:
+            sources = [_forward_sources([n]) for n in operands]
+            if all(sources) and all(_size(n) == _size(node) for n in operands):
+                found |= {operators.base(n) for both in sources for n in both}
     return frozenset(found)
 
 

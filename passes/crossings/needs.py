@@ -21,7 +21,7 @@ from fxprec.passes.analysis.saved_bytes import bytes_per_element
 from fxprec.passes.analysis.saved_values import is_repeated
 from fxprec.passes.analysis.ways import Form
 from fxprec.passes.base import Work
-from fxprec.passes.crossings.roundoff import amplification
+from fxprec.passes.crossings.roundoff import amplification, may_cancel
 from fxprec.passes.forms.bits import Bits
 from fxprec.passes.forms.blocks import Blocks
 from fxprec.passes.forms.host import OnHost
@@ -61,6 +61,10 @@ class Needs:
         if node not in self.amplified:
             self.amplified[node] = amplification(node, self._may_be_low, self.step.undecoded)
         return self.amplified[node]
+
+    def may_cancel(self, node: Node) -> bool:
+        """Return whether a value is the difference of two values that may be kept in 8 bits, or of parts of one."""
+        return may_cancel(node, self._may_be_low, self.step.undecoded)
 
     def can_repeat(self, node: Node) -> bool:
         """Return whether backward may compute a node again."""

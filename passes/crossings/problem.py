@@ -145,11 +145,13 @@ class Problem:
     def _bears_rounded_sources(self, node: Node) -> bool:
         """Return whether backward may read a value that is recomputed from rounded ones; within a budget mostly.
 
-        Not where its sign is a factor of the gradient, as that of ``abs``. Nor where the recomputation enlarges errors,
-        as a square or a difference that cancels does.
+        Not where it is a difference that may cancel. Without a budget, not where its sign is a factor of the gradient,
+        as that of ``abs``, nor where the recomputation enlarges errors, as a square does.
         """
         if node in self.needs.comparisons:
             return True  # from a kept copy, see `_must_be_kept`
+        if self.needs.may_cancel(node):
+            return False
         if self.is_bounded:
             return not (self.price and is_square(node))
         if node not in self.needs.read_low:

@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from fxprec.compat import unset_fake_temporarily
-from fxprec.ir.operators import Moves, moving_as
+from fxprec.ir.operators import Moves, Trait, having, moving_as
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import numel_hint, tensor_of, value
-from fxprec.passes.analysis.replay.kernels import Kind, can_repeat, kind_of
+from fxprec.passes.analysis.joint import is_view_or_cast, numel_hint, tensor_of, value
+from fxprec.passes.analysis.replay.kernels import Kind, can_repeat, is_square, kind_of
 from fxprec.passes.casts.stored import STATISTIC
 
+_PRODUCTS = having(Trait.SCALES)
 _PARTS = moving_as(Moves.PART, Moves.PARTS) | {operator.getitem}
 _LOOPS = (Kind.FUSED, Kind.VIEW)
 _ELEMENTS = 4096
@@ -38,6 +39,32 @@ def amplification(node: Node, is_source: Callable[[Node], bool], undecoded: Call
     return max(_Chain(node, is_source, undecoded, scale).amplification() for scale in _SCALES)
 
 
+def may_cancel(node: Node, is_source: Callable[[Node], bool], undecoded: Callable[[Node], Node]) -> bool:
+    """Return whether a node is the difference of two sources, or of two parts of one.
+
+    The features of two views of an image are, or those of two frames. They may be nearly equal, and the rounding errors
+    of copies are then larger than the difference. `amplification` does not see that: its elements are independent.
+    """
+    if node.target not in ops.DIFFERENCES:
+        return False
+    operands = [n for n in node.args if isinstance(n, Node)]
+    return len(operands) == 2 and all(_shows_source(n, is_source, undecoded) for n in operands)
+
+
+def _shows_source(node: Node, is_source: Callable[[Node], bool], undecoded: Callable[[Node], Node]) -> bool:
+    """Return whether a node shows a source, whole or in part, in another dtype or times a number."""
+    node = undecoded(node)
+    while not is_source(node):
+        if not (is_view_or_cast(node) or node.target in _PARTS | ops.COPIES or _is_multiple(node)):
+            return False
+        node = undecoded(node.all_input_nodes[0])
+    return True
+
+
+def _is_multiple(node: Node) -> bool:
+    return node.target in _PRODUCTS and len(node.all_input_nodes) == 1 and not is_square(node)
+
+
 class _Chain:
     """A chain with sources of one standard deviation."""
 
@@ -51,7 +78,7 @@ class _Chain:
             with unset_fake_temporarily():
                 exact, rounded = self._operator(self.node)
                 error, size = float((rounded - exact).norm()), float(exact.norm())
-        except (RuntimeError, TypeError, ValueError, IndexError):  # an operator that is not elementwise
+        except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):  # it is not elementwise
             return float("inf")
         found = error / (size * _ERROR) if size else 0.0
         return found if found == found else float("inf")  # NaN

@@ -1,7 +1,8 @@
 """Keep the scales of stored copies while training runs: each scale fits its own tensor, independent of the others.
 
-A copy is scaled up if its amax lies near the small end of the format. It is scaled down by `DOWN_EXP` binades, for
-good, once any element overflows. Tensors that are still too large, or too large in many elements, are promoted
+A copy is scaled up to an eighth of the format's largest number, so that channels, rows and batches of small numbers
+beside large ones are stored as exactly as the format can. It is scaled down, by `DOWN_EXP` binades at most, once any
+element has overflowed without a scale. Tensors that are still too large, or too large in many elements, are promoted
 (`fxprec.runtime.controller`). On a CPU amax is read from the stored codes. So an overflow does not show how far it
 goes, and the scale of a copy that is all zero is raised by as much as cannot overflow, until an element shows or
 `MAX_COPY_EXP` is reached.
@@ -30,6 +31,8 @@ LOWERED_EXP = 8
 """Least number of binades by which an overflowing copy's scale is lowered, because its true amax is not known."""
 DOWN_EXP = 3
 """Binades by which a copy with outliers is scaled down: e4m3fn's normal numbers then reach from 0.125 to 3,584."""
+SLACK_EXP = 2
+"""Binades by which a scale may be too small before it changes."""
 WIDE_EXP = 12
 """Least number of binades of normal numbers in a format that can spare `DOWN_EXP` of them."""
 _SAVED = ("exp", "was", "since", "empty_since", "floor")
@@ -76,16 +79,9 @@ class _Copy:
         return floor_log2(self.format.largest) - floor_log2(self.format.smallest_normal) >= WIDE_EXP
 
     def _settled(self, amax: float) -> int:
-        """Return the present exponent if it still fits, else one that fits; the least if ``amax`` needs none.
-
-        A scale is given up only at four times the amax at which a copy gets one, so that it does not come and go.
-        """
-        fmt = self.format
-        enough = min(32 * fmt.smallest_normal, fmt.largest / 64)
-        if amax >= (4 * enough if self.exp > 0 else enough):
-            return self.floor
-        fitting = min(self._fitting(amax), MAX_COPY_EXP)
-        return self.exp if 0 < self.exp <= fitting and math.ldexp(amax, self.exp) >= enough else fitting
+        """Return the present exponent if it is at most `SLACK_EXP` below one that fits, else one that fits."""
+        fitting = max(self.floor, min(self._fitting(amax), MAX_COPY_EXP))
+        return self.exp if self.floor <= self.exp and 0 <= fitting - self.exp <= SLACK_EXP else fitting
 
     def _searched(self, step: int) -> int:
         """Return the exponent to try next for a copy whose elements are all stored as 0."""

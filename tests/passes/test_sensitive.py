@@ -6,6 +6,7 @@ rounded one; errors are relative, in the Euclidean norm. Inputs are those that m
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Callable
@@ -16,12 +17,13 @@ import pytest
 import torch
 from one_pass import run_pass
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fxprec.ir.operators import models
 from fxprec.passes.analysis import sensitive
 from fxprec.plan import Site
-from tests.helpers import compiled, eager_backend
+from tests.helpers import compiled, eager_backend, gradients
 
 aten = torch.ops.aten
 
@@ -390,3 +392,46 @@ def test_what_a_backward_of_the_models_own_computes_from_a_value_counts_as_its_r
     else:
         assert not any("no measurement" in site.why for site in plan.sites)
         assert plan.notes == ()
+
+
+class Nearby(nn.Module):
+    """Reads the difference of two nearly equal features, which another layer reads as well."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.enter, self.leave, self.last = kind, nn.Linear(16, 64), nn.Linear(64, 8), nn.Linear(64, 8)
+        self.teacher = copy.deepcopy(self.enter).requires_grad_(False)
+        with torch.no_grad():
+            self.teacher.bias += 0.02 * torch.randn(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        with torch.no_grad():
+            taught = self.teacher(x)
+        other = self.leave(F.gelu(h)).square().mean() / 1000
+        if self.kind == "loss":
+            return F.mse_loss(h, taught) + other
+        if self.kind == "flip":
+            h = h.view(16, 4, 64)
+            return (F.silu(h.flip(1)) + F.silu(h)).square().mean() + other
+        return self.last(F.gelu(50 * (h - taught))).square().mean() + other
+
+
+@pytest.mark.parametrize("budget", [None, "92%"])
+@pytest.mark.parametrize("kind", ["loss", "layer", "flip"])
+def test_a_difference_of_nearly_equal_values_has_the_error_of_16_bits(kind: str, budget: str | None) -> None:
+    torch.manual_seed(0)
+    model, x = Nearby(kind), torch.randn(64, 16)
+    model(x).backward()
+    wanted = gradients(model)
+    errors = {}
+    for recipe in ("bf16", "fp8"):
+        model.zero_grad()
+        torch.compiler.reset()
+        budgets = {"peak_budget": budget} if budget and recipe == "fp8" else {}
+        compiled(model, eager_backend(recipe, low_ratio=None, **budgets))(x).backward()
+        errors[recipe] = {
+            name: float((g - wanted[name]).norm() / wanted[name].norm()) for name, g in gradients(model).items()
+        }
+    for name, error in errors["fp8"].items():
+        assert error < errors["bf16"][name] + 0.05, name

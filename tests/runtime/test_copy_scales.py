@@ -60,12 +60,20 @@ def test_what_grows_by_less_than_four_a_step_never_saturates(fmt: str, moves: li
         assert loop.store(2.0**log) < loop.format.largest
 
 
-def test_what_is_large_enough_is_not_scaled() -> None:
-    for amax in (0.5, 4.0, 100.0, 447.0):
-        loop = Loop("e4m3fn")
-        for _ in range(4):
-            loop.store(amax)
-        assert loop.exp == 0
+@pytest.mark.parametrize(("amax", "exp"), [(0.5, 6), (4.0, 3), (40.0, 0), (100.0, 0), (447.0, 0)])
+def test_a_copy_is_scaled_up_to_an_eighth_of_the_largest_number(amax: float, exp: int) -> None:
+    loop = Loop("e4m3fn")
+    for _ in range(4):
+        loop.store(amax)
+    assert loop.exp == exp
+
+
+def test_a_scale_changes_where_it_is_off_by_more_than_two_binades() -> None:
+    loop, exps = Loop("e4m3fn"), []
+    for amax in (4.0, 16.0, *[2.0] * 20, *[0.7] * 10, 4.0):
+        loop.store(amax)
+        exps.append(loop.exp)
+    assert exps == [3, *[1] * 8, *[4] * 23, 3]
 
 
 @pytest.mark.parametrize(("fmt", "down"), [("e4m3fn", -3), ("e5m2", -3), ("1-4-3+4", -3), ("1-3-2", 0), ("1-2-3", 0)])
@@ -90,16 +98,16 @@ def test_a_copy_scaled_down_is_scaled_up_where_it_turns_small_and_then_down_agai
     assert exps[-1] == -3
 
 
-def test_a_tensor_that_grows_again_is_scaled_no_more() -> None:
+def test_a_tensor_that_grows_again_is_scaled_less() -> None:
     loop = Loop("e4m3fn")
     for amax in (1e-4, 1e-4, 1e-4):
         loop.store(amax)
-    assert loop.exp == 14
+    assert loop.exp == 19
     exps = []
     for _ in range(12):
         loop.store(2.0)
         exps.append(loop.exp)
-    assert exps == [6, *[0] * 11], "lowered by 8 where its true size is not known"
+    assert exps == [11, *[3] * 11], "lowered by 8 where its true size is not known"
 
 
 def test_zeros_are_searched_for_a_while_and_then_left_at_no_scale() -> None:
