@@ -160,6 +160,11 @@ class Largest:
         else:
             self._work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
+    @property
+    def has_arrived(self) -> bool:
+        """Return whether `wait` returns at once."""
+        return self._work is None or self._work.is_completed()
+
     def wait(self) -> Tensor:
         """Return the largest values; on a GPU they are ready for what the current stream does next."""
         assert self._work is not None

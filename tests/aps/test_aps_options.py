@@ -144,7 +144,7 @@ def overlap(rank: int, world: int) -> bool:
     def held_scatter(self: Exchange) -> None:
         if self.part.bucket == 0:
             deadline = time.monotonic() + 10
-            while not (1 in started and started[1].work.is_completed()) and time.monotonic() < deadline:
+            while not (1 in started and started[1].largest.has_arrived) and time.monotonic() < deadline:
                 time.sleep(0.01)
             arrived.append(time.monotonic() < deadline)
         scatter(self)

@@ -122,6 +122,7 @@ def bytes_gathered() -> Iterator[list[int]]:
         return real(out, message, **kwargs)
 
     with (
+        mock.patch.object(exchange, "DIRECT_BYTES", -1),  # gathers are no all-to-alls then
         mock.patch.object(exchange, "all_gather_into", counted),
         mock.patch.object(fsdp_gather, "all_gather_into", counted),
     ):
