@@ -112,6 +112,9 @@ def overflow(controller: Controller) -> list[Site]:
     outputs, params = ([s for s in low if s.kind == kind and s.tensor != "x"] for kind in ("output", "param"))
     chosen = [*outputs[:1], *(params or outputs[1:])[:1]]
     row = torch.tensor(as_counts(1.0, 0.0, 1.0), dtype=torch.float64)
+    if controller.copies is not None:  # else the scales of these copies would be lowered first
+        controller.copies.at = lambda row, step: 0
+        controller.copies.note = lambda *args, **options: []
     controller.queue.push([s.id for s in chosen], row.repeat(len(chosen)))
     return chosen
 
