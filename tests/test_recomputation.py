@@ -246,7 +246,7 @@ def test_a_memory_budget_that_is_not_met_names_what_is_saved() -> None:
 def train_blocks(
     reentrant: bool | None, *, steps: int = 4, saving: Callable[[], Any] = nullcontext
 ) -> tuple[list[Tensor], Backend]:
-    """Two micro-batches in flight, three compiled blocks, each with a plan of its own, loud in step 2: promotions come between the two forwards."""
+    """Two micro-batches in flight, three compiled blocks, each with a plan of its own, loud in steps 2 and 3: promotions come between the two forwards."""
     torch.compiler.reset()
     torch.manual_seed(0)
     backend = eager_backend("native", recipe="fp8", low_ratio=1.0)
@@ -255,7 +255,7 @@ def train_blocks(
     for i in range(steps):
         outputs = []
         for _ in range(2):
-            x = (torch.randn(8, 16) * (1e5 if i == 1 else 1)).requires_grad_()
+            x = (torch.randn(8, 16) * (1e5 if i in (1, 2) else 1)).requires_grad_()
             for block in compiled:
                 x = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
             outputs.append(x)
