@@ -74,9 +74,9 @@ def trained(change, *, steps=BAD + 2, **options) -> fxprec.Backend:
     return backend
 
 
-def louder(model, x):
+def louder(model, x, by=10):
     with torch.no_grad():
-        model[2].weight.mul_(10)  # by more, its copy would overflow
+        model[2].weight.mul_(by)
     return x
 
 
@@ -91,6 +91,12 @@ def test_the_first_tensor_that_moved_is_named_with_its_statistics():
     (event,) = [event for event in backend.events if event.kind == "loss-jump"]
     assert event.step == BAD
     assert "the loss rose to" in event.detail
+
+
+def test_a_tensor_whose_copy_overflows_left_its_range():
+    with pytest.warns(FxprecWarning, match=r"addmm_1 \(2.*\) left its range at step 25, first in the order of"):
+        backend = trained(lambda model, x: louder(model, x, by=20), on_nonfinite="report")
+    assert [departure.site.module for departure in backend.departures] == ["2"]
 
 
 def test_raise_ends_the_run_and_none_is_an_event_alone():

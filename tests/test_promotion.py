@@ -92,7 +92,10 @@ def test_nothing_is_promoted_where_promote_above_is_none(storage: str, compilati
     assert run.promotions == {}
     assert run.backend.plans[0].promoted == ()
     assert compilations.calls == 1
-    assert error > (0.7 if storage == "native" else 0.95), "clipped; e4m3fn's copies are scaled down by 2^3"
+    if storage == "native":
+        assert 0.72 < error < 0.75, "clipped eight times as high: e4m3fn's copies are scaled down by 2^3"
+    else:
+        assert error > 0.95
 
 
 def test_the_threshold_is_a_ratio_that_promotes_from_on() -> None:

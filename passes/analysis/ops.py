@@ -43,6 +43,7 @@ ZEROS = having(Trait.ZERO)
 # Operators whose backward is the identity for each input that was not broadcast; for ``sub``, for its first input.
 LINEAR_SUMS = frozenset({"aten.add", "aten.sub"})
 
+PRODUCTS = having(Trait.SCALES)
 DIFFERENCES = frozenset({aten.sub.Tensor, aten.rsub.Tensor})
 
 CASTS = having(Trait.CAST)

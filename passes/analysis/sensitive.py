@@ -175,12 +175,11 @@ def _forward_sources(args: Iterable[object]) -> set[Node]:
 
 
 _COMBINING = having(Trait.COMBINES)
-_PRODUCTS = having(Trait.SCALES)
 
 
 def _is_product_of_values(node: Node) -> bool:
     """Return whether a node multiplies or divides tensors: GELU's exp(-x^2 / 2) decays before x^2's error counts."""
-    return node.target in _PRODUCTS and len(node.args) == 2 and all(isinstance(arg, Node) for arg in node.args)
+    return node.target in ops.PRODUCTS and len(node.args) == 2 and all(isinstance(arg, Node) for arg in node.args)
 
 
 def _is_statistic(node: Node, tensor: CountedTensor) -> bool:

@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.fx import Node
 
 from fxprec.compat import unset_fake_temporarily
-from fxprec.ir.operators import Moves, Trait, having, moving_as
+from fxprec.ir.operators import Moves, moving_as
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import is_view_or_cast, numel_hint, tensor_of, value
 from fxprec.passes.analysis.replay.kernels import Kind, can_repeat, is_square, kind_of
 from fxprec.passes.casts.stored import STATISTIC
 
-_PRODUCTS = having(Trait.SCALES)
 _PARTS = moving_as(Moves.PART, Moves.PARTS) | {operator.getitem}
 _LOOPS = (Kind.FUSED, Kind.VIEW)
 _ELEMENTS = 4096
@@ -62,7 +61,7 @@ def _shows_source(node: Node, is_source: Callable[[Node], bool], undecoded: Call
 
 
 def _is_multiple(node: Node) -> bool:
-    return node.target in _PRODUCTS and len(node.all_input_nodes) == 1 and not is_square(node)
+    return node.target in ops.PRODUCTS and len(node.all_input_nodes) == 1 and not is_square(node)
 
 
 class _Chain:

@@ -6,24 +6,21 @@ rounded one; errors are relative, in the Euclidean norm. Inputs are those that m
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from one_pass import run_pass
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fxprec.ir.operators import models
 from fxprec.passes.analysis import sensitive
 from fxprec.plan import Site
-from tests.helpers import compiled, eager_backend, gradients
+from tests.helpers import compiled, eager_backend
 
 aten = torch.ops.aten
 
@@ -344,94 +341,3 @@ def test_an_operator_that_no_table_knows_is_named_in_the_notes() -> None:
     high = run_pass("write-plan", Prod(), torch.randn(5, 4), low_ratio=0.0).work.plan
     assert high.notes == plan.notes, "nor is it in bf16"
     assert run_pass("write-plan", Prod(), torch.randn(5, 4), storage="simulate").work.plan.notes == ()
-
-
-class OwnBackward(torch.autograd.Function):
-    """Saves its operand; its backward computes a factor of the gradient from it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.kind = kind
-        return x.sign()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        if ctx.kind == "clamped":  # of a gradient: what is read is the product, and its error is the factor's
-            return (grad * (3 * x)).clamp(-10, 10), None
-        return grad * {"sine": torch.sin(30 * x), "square": 3 * x * x, "step": torch.round(10 * x + 2)}[ctx.kind], None
-
-
-class WithOwnBackward(nn.Module):
-    def __init__(self, kind: str, *, relu: bool) -> None:
-        super().__init__()
-        self.kind, self.relu, self.enter, self.leave = kind, relu, nn.Linear(16, 32), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        return self.leave(OwnBackward.apply(x.relu() if self.relu else x, self.kind))
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
-@pytest.mark.parametrize("relu", [False, True])
-@pytest.mark.parametrize(("kind", "reader"), [("sine", "sin"), ("step", "round"), ("square", ""), ("clamped", "")])
-def test_what_a_backward_of_the_models_own_computes_from_a_value_counts_as_its_reader(
-    kind: str, reader: str, relu: bool
-) -> None:
-    torch.manual_seed(0)
-    model, x = WithOwnBackward(kind, relu=relu), torch.randn(64, 16)
-    ours = compiled(model, backend := eager_backend("fp8", low_ratio=1.0))
-    ours(x).square().sum().backward()
-    (plan,) = backend.plans
-    read = next(site for site in plan.sites if site.tensor == ("relu" if relu else "addmm"))
-    if reader:
-        assert f"(aten.{reader}.default)" in read.why
-        assert read.format == "fp32"
-        assert plan.notes[0].startswith(f"aten.{reader}.default: its backward reads saved values in their own dtype")
-    else:
-        assert not any("no measurement" in site.why for site in plan.sites)
-        assert plan.notes == ()
-
-
-class Nearby(nn.Module):
-    """Reads the difference of two nearly equal features, which another layer reads as well."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.enter, self.leave, self.last = kind, nn.Linear(16, 64), nn.Linear(64, 8), nn.Linear(64, 8)
-        self.teacher = copy.deepcopy(self.enter).requires_grad_(False)
-        with torch.no_grad():
-            self.teacher.bias += 0.02 * torch.randn(64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.enter(x)
-        with torch.no_grad():
-            taught = self.teacher(x)
-        other = self.leave(F.gelu(h)).square().mean() / 1000
-        if self.kind == "loss":
-            return F.mse_loss(h, taught) + other
-        if self.kind == "flip":
-            h = h.view(16, 4, 64)
-            return (F.silu(h.flip(1)) + F.silu(h)).square().mean() + other
-        return self.last(F.gelu(50 * (h - taught))).square().mean() + other
-
-
-@pytest.mark.parametrize("budget", [None, "92%"])
-@pytest.mark.parametrize("kind", ["loss", "layer", "flip"])
-def test_a_difference_of_nearly_equal_values_has_the_error_of_16_bits(kind: str, budget: str | None) -> None:
-    torch.manual_seed(0)
-    model, x = Nearby(kind), torch.randn(64, 16)
-    model(x).backward()
-    wanted = gradients(model)
-    errors = {}
-    for recipe in ("bf16", "fp8"):
-        model.zero_grad()
-        torch.compiler.reset()
-        budgets = {"peak_budget": budget} if budget and recipe == "fp8" else {}
-        compiled(model, eager_backend(recipe, low_ratio=None, **budgets))(x).backward()
-        errors[recipe] = {
-            name: float((g - wanted[name]).norm() / wanted[name].norm()) for name, g in gradients(model).items()
-        }
-    for name, error in errors["fp8"].items():
-        assert error < errors["bf16"][name] + 0.05, name
