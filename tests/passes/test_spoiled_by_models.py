@@ -62,11 +62,11 @@ def test_what_a_backward_of_the_models_own_computes_from_a_value_counts_as_its_r
 
 
 class Nearby(nn.Module):
-    """Reads the difference of two nearly equal features, which another layer reads as well."""
+    """A loss of features that another layer reads too: of their difference from a teacher's, or of both directions."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.enter, self.leave, self.last = kind, nn.Linear(16, 64), nn.Linear(64, 8), nn.Linear(64, 8)
+        self.kind, self.enter, self.leave = kind, nn.Linear(16, 64), nn.Linear(64, 8)
         self.teacher = copy.deepcopy(self.enter).requires_grad_(False)
         with torch.no_grad():
             self.teacher.bias += 0.02 * torch.randn(64)
@@ -78,14 +78,12 @@ class Nearby(nn.Module):
         other = self.leave(F.gelu(h)).square().mean() / 1000
         if self.kind == "loss":
             return F.mse_loss(h, taught) + other
-        if self.kind == "flip":
-            h = h.view(16, 4, 64)
-            return (F.silu(h.flip(1)) + F.silu(h)).square().mean() + other
-        return self.last(F.gelu(50 * (h - taught))).square().mean() + other
+        h = h.view(16, 4, 64)
+        return (F.silu(h.flip(1)) + F.silu(h)).square().mean() + other
 
 
 @pytest.mark.parametrize("budget", [None, "92%"])
-@pytest.mark.parametrize("kind", ["loss", "layer", "flip"])
+@pytest.mark.parametrize("kind", ["loss", "flip"])
 def test_a_difference_of_nearly_equal_values_has_the_error_of_16_bits(kind: str, budget: str | None) -> None:
     torch.manual_seed(0)
     model, x = Nearby(kind), torch.randn(64, 16)
@@ -102,3 +100,28 @@ def test_a_difference_of_nearly_equal_values_has_the_error_of_16_bits(kind: str,
         }
     for name, error in errors["fp8"].items():
         assert error < errors["bf16"][name] + 0.05, name
+
+
+class Deltas(nn.Module):
+    """(batch, frames, 16): a layer reads the differences of adjacent frames' features, another the features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.of_deltas, self.leave = nn.Linear(16, 64), nn.Linear(64, 8), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        return self.of_deltas(F.gelu((h[:, 1:] - h[:, :-1]) * 30)).square().mean() + self.leave(F.gelu(h)).mean()
+
+
+@pytest.mark.parametrize("budget", [None, "95%"])
+def test_differences_of_parts_of_one_value_are_not_computed_from_its_8_bit_copy(budget: str | None) -> None:
+    torch.manual_seed(0)
+    model = Deltas()
+    x = torch.randn(8, 1, 16) + 0.02 * torch.randn(8, 16, 16).cumsum(1)
+    model(x).backward()
+    wanted = gradients(model)["of_deltas.weight"]
+    model.zero_grad()
+    budgets = {} if budget is None else {"peak_budget": budget}
+    compiled(model, eager_backend("fp8", low_ratio=None, **budgets))(x).backward()
+    assert float((gradients(model)["of_deltas.weight"] - wanted).norm() / wanted.norm()) < 0.3
