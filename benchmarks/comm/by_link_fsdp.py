@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks import machine
-from benchmarks.comm.by_link_loss import BATCH, LENGTH, LINK, RANKS, loss_of, windows
+from benchmarks.comm.by_link_loss import BATCH, LENGTH, LINK, NODES, RANKS, loss_of, windows
 from benchmarks.comm.slow_link import inside, ip
 from fxprec.aps import APSState, use_aps
 from fxprec.demo.data import VOCAB, load_text
@@ -36,12 +36,19 @@ from fxprec.demo.models import CharTransformer
 
 SPACE = "fxfsdp"
 BY_LINK = {"format": "e4m3fn", "bits": "by link", "link": LINK}
-WAYS: dict[str, tuple[str | None, dict[str, Any]] | None] = {
+EVERY = 100
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]] | None] = {
     "bf16": None,
-    "gathers in 8 bits": ("int8/128:bf16", BY_LINK | {"widths": (16,)}),
-    "by link": ("by link", BY_LINK),
+    "gathers in 8 bits": ({"parameters": "int8/128:bf16"}, BY_LINK | {"widths": (16,)}),
+    "gathers of 4-bit differences": (
+        {"parameters": "int4/64:bf16", "exact_every": EVERY},
+        BY_LINK | {"widths": (16,)},
+    ),
+    "by link": ({"parameters": "by link"}, BY_LINK),
+    "by link, differences": ({"parameters": "by link", "exact_every": EVERY}, BY_LINK),
+    "by link, differences, by nodes": ({"parameters": "by link", "exact_every": EVERY}, BY_LINK | NODES),
 }
-"""All compute in bf16; ``parameters=`` and the state's options."""
+"""All compute in bf16; options of `use_aps` and of the state."""
 
 
 def sent_bytes() -> int:
@@ -71,7 +78,7 @@ def sharded(name: str, model: nn.Module) -> APSState | None:
     if (way := WAYS[name]) is None:
         return None
     state = APSState(**way[1], model=model)
-    use_aps(model, state, parameters=way[0])
+    use_aps(model, state, **way[0])
     return state
 
 
@@ -108,12 +115,12 @@ def trained(name: str, steps: int, seed: int) -> dict[str, Any]:
     return found
 
 
-def rank_of(rank: int, steps: int, seeds: int, folder: str) -> None:
+def rank_of(rank: int, steps: int, seeds: int, ways: Sequence[str], folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=RANKS)
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
     for seed in range(seeds):
-        for name in WAYS:
+        for name in ways:
             rows[name].append(trained(name, steps, seed))
             if rank == 0:
                 print(f"{name:24} seed {seed}: {rows[name][-1]}", flush=True)
@@ -125,10 +132,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", metavar="WAY", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--inside", metavar="FOLDER", help="run the ranks in this network namespace, results there")
     args = parser.parse_args()
     if args.inside:
-        mp.spawn(rank_of, (args.steps, args.seeds, args.inside), nprocs=RANKS)
+        mp.spawn(rank_of, (args.steps, args.seeds, args.ways, args.inside), nprocs=RANKS)
         return
     subprocess.run(["ip", "netns", "del", SPACE], check=False, capture_output=True)
     ip("netns", "add", SPACE)

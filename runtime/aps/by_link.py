@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxprec.errors import ConfigError, FxprecError, PlanError, did_you_mean
 from fxprec.runtime.aps.exchange import ring_steps
-from fxprec.runtime.aps.gathers import Gathers
+from fxprec.runtime.aps.gathers import Gathers, Way
 from fxprec.runtime.aps.groups import Groups, agree, communication_device
 from fxprec.runtime.aps.link_plan import LayerBits, LinkPlan
 from fxprec.runtime.aps.link_planner import CLOSE, alike, choose
@@ -34,7 +34,7 @@ from fxprec.runtime.aps.lost import RollCall
 from fxprec.runtime.aps.low_rank import Memory
 from fxprec.runtime.aps.options import APSOptions
 from fxprec.runtime.aps.shards import Shards
-from fxprec.runtime.aps.wire import INSIDE, Coding, Sending, Wire
+from fxprec.runtime.aps.wire import INSIDE, Coding, Sending
 from fxprec.runtime.events import Event
 
 PERIOD, MEASURED = 100, 3
@@ -115,8 +115,10 @@ class ByLink:
             )
         return found
 
-    def sharded(self, modules: Sequence[Shards], *, gathers: bool) -> None:
+    def sharded(self, modules: Sequence[Shards], *, gathers: bool, exact_every: int | None = None) -> None:
         """Plan for FSDP2 from now on: its reduce-scatter and, with `gathers`, its all-gather of parameters.
+
+        `exact_every` as in `use_aps`.
 
         Raises `ConfigError` for low rank, which FSDP2 cannot use, and `PlanError` if a plan in force gathers modules
         that the model does not have.
@@ -127,13 +129,13 @@ class ByLink:
                 "rank has a whole matrix; leave it out"
             )
         self._transport = REDUCE_SCATTER
-        self._gathers = Gathers(modules, self._groups.size) if gathers else None
+        self._gathers = Gathers(modules, self._groups.size, exact_every) if gathers else None
         if self.plan is not None:
             self.adopt(self.plan)
 
-    def gathered_as(self, index: int, dtype: torch.dtype) -> Wire | None:
-        """Return the wire by which the module of that number gathers parameters that it computes with in `dtype`."""
-        return None if self._gathers is None else self._gathers.coding(self.plan, index, dtype)
+    def gathered_as(self, index: int, dtype: torch.dtype) -> Way | None:
+        """Return how the module of that number gathers parameters that it computes with in `dtype`."""
+        return None if self._gathers is None else self._gathers.way(self.plan, index, dtype)
 
     def resume(self, plan: Mapping[str, Any] | None) -> None:
         """Continue with a saved plan, or measure anew if none was made yet."""
@@ -243,7 +245,7 @@ class ByLink:
         )
         if last is None or links.differ(last) or self._error(problem) > budget:
             gathers, group = self._gathers, self._groups.payload
-            gathered, sent = ((), 0) if gathers is None else gathers.chosen(links.between, group)
+            gathered, sent = ((), 0) if gathers is None else gathers.chosen(links, group)
             plan, *others = [
                 replace(p, gathered=gathered, bytes_gathered=sent) for p in (choose(problem), *alike(problem))
             ]
@@ -265,7 +267,7 @@ class ByLink:
             if (node := self._groups.node) is not None:
                 cast = next(width for width in timed if width.bits == 8 * INSIDE.itemsize)
                 steps = ring_steps(node.between.payload)
-                timed += tuple(by_nodes(width, cast, node.size, node.between.size, steps) for width in timed)
+                timed += tuple(by_nodes(width, cast, node.size, node.between.size, steps, passes) for width in timed)
             if self._options.low_rank:
                 cast = next(width for width in timed if width.bits == UNPLANNED)
                 timed += (probe_low_rank(cast, self._options.low_rank, self._memory, self._groups.payload),)

@@ -1,8 +1,9 @@
 """Reduce-scatter gradients in few bits under FSDP2, through `FSDPModule.set_custom_reduce_scatter`.
 
 This is the first half of the fp32 accumulation (docs/algorithms.md, "Communication in 8 bits"): codes go to the shard's
-owner, which adds in float32; the sum is not rounded again. Limits, each with a clear error: only accumulate="fp32" and
-scaling="aps", only SUM and AVG, no error feedback, and keep_high by whole FSDP2 modules.
+owner, which adds in float32; the sum is not rounded again. By nodes, a node's ranks first add what they send to the
+same ranks of other nodes. Limits, each with a clear error: only accumulate="fp32" and scaling="aps", only SUM and AVG,
+no error feedback, and keep_high by whole FSDP2 modules.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from fxprec.runtime import on_device
 from fxprec.runtime.aps.coder import Coder
 from fxprec.runtime.aps.exchange import Largest
 from fxprec.runtime.aps.exponents import exponent_codes, factor_exponents, mask_factors
-from fxprec.runtime.aps.fsdp_gather import APSAllGather, wire_of_parameters
+from fxprec.runtime.aps.fsdp_gather import APSAllGather, way_of_parameters
 from fxprec.runtime.aps.groups import agree
 from fxprec.runtime.aps.hook import NO_CAPTURE
 from fxprec.runtime.aps.layout import bounds_of
 from fxprec.runtime.aps.link_trial import Clock
+from fxprec.runtime.aps.nodes import sums_inside
 from fxprec.runtime.aps.rotation import rotate, rotate_back
 from fxprec.runtime.aps.segments import largest_magnitudes, scale_by_powers
 from fxprec.runtime.aps.shards import Shards, filled
 from fxprec.runtime.aps.state import APSState
-from fxprec.runtime.aps.wire import Coding, Wire
+from fxprec.runtime.aps.wire import Sending, Wire
 
 BLOCK = 1 << 16  # elements that share an exponent if a shard's layers are not known
 
@@ -45,11 +47,10 @@ class APSReduceScatter(ReduceScatter):
 
     def __init__(self, state: APSState, shards: Shards) -> None:
         chosen = state.options
-        is_plain = chosen.accumulate == "fp32" and chosen.scaling == "aps" and not chosen.error_feedback
-        if not is_plain or chosen.group_size is not None:
+        if chosen.accumulate != "fp32" or chosen.scaling != "aps" or chosen.error_feedback:
             raise ConfigError(
-                f"APS under FSDP2 cannot honour ({chosen.text()}); it needs accumulate='fp32', scaling='aps', no error "
-                "feedback and no group_size"
+                f"APS under FSDP2 cannot honour ({chosen.text()}); it needs accumulate='fp32', scaling='aps' and no "
+                "error feedback"
             )
         self.state = state
         self.shards = shards
@@ -90,18 +91,23 @@ class APSReduceScatter(ReduceScatter):
 
     def _total(self, rows: Tensor, step: int, begins: bool, like: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Return the sum over ranks of this rank's row of `rows` (world, n), in the dtype of `like` or a wider one."""
-        coding: Coding = self.state.wire
-        if (by_link := self.state.by_link) is not None:
-            if len(rows) != self.state.groups.size:
-                raise ConfigError(
-                    f"bits='by link' plans for {self.state.groups.size} ranks and FSDP2 shards over {len(rows)}; build "
-                    "the state with process_group= the group of the mesh dimension that is sharded"
-                )
+        by_link, node = self.state.by_link, self.state.groups.node
+        sending = Sending(self.state.wire, by_nodes=node is not None)
+        if (by_link is not None or node is not None) and len(rows) != self.state.groups.size:
+            asked = "group_size=" if by_link is None else "bits='by link'"
+            raise ConfigError(
+                f"{asked} plans for {self.state.groups.size} ranks and FSDP2 shards over {len(rows)}; build the state "
+                "with process_group= the group of the mesh dimension that is sharded"
+            )
+        if by_link is not None:
             by_link.bucket_ready(step, begins, self.shards.parameters, self.shards.views(rows), self._whole)
             self._whole = None
-            coding = by_link.sending_of(self.shards.parameters[0]).coding
+            sending = by_link.sending_of(self.shards.parameters[0])
         if self.state.is_high(step):
             return _high(rows, like, group)
+        if node is not None and sending.by_nodes:
+            rows, group = sums_inside(rows, node, sending.inside(rows.dtype)), node.between.payload
+        coding = sending.coding
         if coding is None or isinstance(coding, torch.dtype):
             wide = torch.promote_types(rows.dtype, torch.float32)
             return _sent_plain(rows.to(coding or rows.dtype), group).sum(0, dtype=wide)
@@ -157,12 +163,22 @@ def _sent_plain(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
-def use_aps(model: nn.Module, state: APSState, *, parameters: str | BlockFormat | None = None) -> int:
+def use_aps(
+    model: nn.Module,
+    state: APSState,
+    *,
+    parameters: str | BlockFormat | None = None,
+    exact_every: int | None = None,
+) -> int:
     """Set the state's reduce-scatter on each `FSDPModule` of a model wrapped by `fully_shard`; return how many.
 
     `parameters` is a block format in which parameters are gathered, or ``"by link"``: then the state's plan chooses the
     bits. None keeps FSDP2's all-gather. A rank's own shards stay exact. Matrices are rounded; parameters of less than
     two dimensions are gathered unchanged.
+
+    With `exact_every`, ranks send what matrices have changed since the last gather, and every `exact_every`-th gather
+    sends them as they are. By link these differences are the way of 4 bits. Each rank then keeps the parameters of such
+    modules whole, in the dtype in which they are gathered, and the backward pass gathers nothing.
 
     Modules whose own parameters are all in the state's `keep_high` stay as they are. Raises `ConfigError` if there is
     no FSDP2 module, if `keep_high` names only a part of one or nothing of this model, or if ranks gather differently;
@@ -177,15 +193,16 @@ def use_aps(model: nn.Module, state: APSState, *, parameters: str | BlockFormat 
             "after it"
         )
     low = {name: owner for name, owner in owners.items() if not _stays_high(owner, state)}
-    wire = wire_of_parameters(state, parameters)
-    agree(f"parameters={parameters!s}, {len(low)} modules", state.groups.exponents, "use_aps differs between ranks")
+    way = way_of_parameters(state, parameters, exact_every)
+    said = f"parameters={parameters!s}, {len(low)} modules" + f", exact_every={exact_every}" * (exact_every is not None)
+    agree(said, state.groups.exponents, "use_aps differs between ranks")
     every = [Shards.of(name, owner, index) for index, (name, owner) in enumerate(low.items())]
     if state.by_link is not None:
-        state.by_link.sharded(every, gathers=parameters == "by link")
+        state.by_link.sharded(every, gathers=parameters == "by link", exact_every=exact_every)
     for owner, shards in zip(low.values(), every, strict=True):
         owner.set_custom_reduce_scatter(APSReduceScatter(state, shards))
         if parameters is not None:
-            owner.set_custom_all_gather(APSAllGather(state, shards, wire, owner))
+            owner.set_custom_all_gather(APSAllGather(state, shards, way, owner))
     return len(low)
 
 

@@ -1,15 +1,14 @@
 """All-gather FSDP2's parameters in few bits, through `FSDPModule.set_custom_all_gather`.
 
 A rank sends its shard's matrices as blocks with a scale each, and the rest unchanged, in one message. All ranks decode
-the same bytes, including their own, so forward and backward see the same weights everywhere. Shards stay exact.
-Definitions: docs/algorithms.md, "Parameters in few bits".
+the same bytes, including their own, so forward and backward see the same weights everywhere. Shards stay exact. If the
+state knows nodes, each message enters a node once. Definitions: docs/algorithms.md, "Parameters in few bits".
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,25 +17,35 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from fxprec.compat import gathered_dtypes, in_backward
+from fxprec.config.checks import integer
 from fxprec.errors import ConfigError, FormatError, FxprecWarning
 from fxprec.numerics.blocks import BlockFormat, find
 from fxprec.runtime import on_device
-from fxprec.runtime.aps.exchange import all_gather, all_gather_into
-from fxprec.runtime.aps.gathers import EIGHT_BITS
+from fxprec.runtime.aps.exchange import all_gather_into
+from fxprec.runtime.aps.gathers import EIGHT_BITS, FOUR_BITS, Way
 from fxprec.runtime.aps.hook import NO_CAPTURE
-from fxprec.runtime.aps.shards import Shards, filled
+from fxprec.runtime.aps.nodes import Ranks
+from fxprec.runtime.aps.pieces import Piece, numbers, read, rest
+from fxprec.runtime.aps.shards import Shards
 from fxprec.runtime.aps.state import APSState
-from fxprec.runtime.aps.wire import BlockWire, Wire
+from fxprec.runtime.aps.wire import BlockWire
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def wire_of_parameters(state: APSState, parameters: str | BlockFormat | None) -> Wire | None:
-    """Return the wire of `use_aps`'s ``parameters=``, or None if the plan chooses or nothing is coded.
+def way_of_parameters(state: APSState, parameters: str | BlockFormat | None, exact_every: int | None) -> Way | None:
+    """Return the way of `use_aps`'s ``parameters=``, or None if the plan chooses or nothing is coded.
 
-    Raises `ConfigError` for "by link" if the state does not plan by link, and `FormatError` for a format without
-    blocks.
+    Raises `ConfigError` for "by link" if the state does not plan by link, and for an `exact_every` that is no number or
+    has no gathers to count; `FormatError` for a format without blocks.
     """
+    if exact_every is not None:
+        integer("exact_every", exact_every, least=2)
+        if parameters is None:
+            raise ConfigError(
+                f"exact_every={exact_every} counts gathers in codes, and parameters=None gathers as FSDP2 does; give "
+                f"parameters='by link' or a format of differences, such as {FOUR_BITS!r}"
+            )
     if parameters is None:
         return None
     if parameters == "by link":
@@ -49,24 +58,24 @@ def wire_of_parameters(state: APSState, parameters: str | BlockFormat | None) ->
             f"parameters={fmt.name!r} has one scale for a whole shard; give a block format, such as {EIGHT_BITS!r} or "
             "'mxfp8_e4m3'"
         )
-    return BlockWire(fmt)
+    return Way(BlockWire(fmt), exact_every)
 
 
 class APSAllGather(AllGather):
-    """All-gather of one `FSDPModule`'s parameters in the codes of `wire`; None lets the state's plan choose.
+    """All-gather of one `FSDPModule`'s parameters in codes; None for `way` lets the state's plan choose.
 
     A new plan is followed from the next forward pass on, so that all passes of a step see the same weights.
     """
 
-    def __init__(self, state: APSState, shards: Shards, wire: Wire | None, owner: FSDPModule) -> None:
+    def __init__(self, state: APSState, shards: Shards, way: Way | None, owner: FSDPModule) -> None:
         self.state = state
-        self.wire = wire
+        self.way = way
         self._name = shards.name
         self._index = shards.index
         self._sizes = shards.sizes
         self._matrices = [p.dim() > 1 for p in shards.parameters]
         self._owner = owner
-        self._now: Wire | None = None
+        self._now: Way | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a new buffer, as FSDP2's default does."""
@@ -80,19 +89,32 @@ class APSAllGather(AllGather):
         pieces = self._pieces(input_tensor)
         dtypes = [piece.dtype for piece in pieces if piece.coded]
         if not in_backward():
-            self._now = self._coding(dtypes)
-        coding = self._now
+            self._now = self._chosen(dtypes)
+        way = self._now if dtypes else None
+        ranks = Ranks.of(group, self.state.groups)
         try:
-            if coding is None or not dtypes:
+            if way is None and ranks.node is None:
                 work: dist.Work | None = all_gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
                 return work
             with torch.no_grad():
-                message = _message(input_tensor.view(torch.uint8), coding, pieces)
-                out = output_tensor.view(torch.uint8).view(dist.get_world_size(group), -1)
-                _read(all_gather(message, group), coding, pieces, out)
+                shard, out = input_tensor.view(torch.uint8), output_tensor.view(torch.uint8).view(ranks.size, -1)
+                self._gather(shard, way, pieces, ranks, out)
         except RuntimeError as error:
             raise self.state.named(error) from error
         return None
+
+    def _gather(self, shard: Tensor, way: Way | None, pieces: Sequence[Piece], ranks: Ranks, out: Tensor) -> None:
+        """Write all ranks' shards into `out` (ranks, bytes); of differences, backward gets what forward had."""
+        if way is None:
+            out.copy_(ranks.all_gather(shard))
+        elif way.exact_every is None:
+            codes = way.wire.encode(numbers(shard, pieces, way.wire.block))
+            read(ranks.all_gather(torch.cat([codes, *rest(shard, pieces)])), way.wire, pieces, out)
+        elif in_backward():
+            out.copy_(self.state.differences_of(self._name).again(shard, ranks))
+        else:
+            kept = self.state.differences_of(self._name)
+            out.copy_(kept.gathered(self._name, shard, way.wire, way.exact_every, pieces, ranks))
 
     def _pieces(self, shard: Tensor) -> list[Piece]:
         """Return the pieces of a shard in order; warn and return none if the shard has another size.
@@ -115,47 +137,11 @@ class APSAllGather(AllGather):
         )
         return []
 
-    def _coding(self, dtypes: Sequence[torch.dtype]) -> Wire | None:
+    def _chosen(self, dtypes: Sequence[torch.dtype]) -> Way | None:
         by_link = self.state.by_link
         if by_link is not None:
             by_link.meet(self.state.step)
         if self.state.is_high(self.state.step) or not dtypes:
             return None
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-        return self.wire if self.wire is not None or by_link is None else by_link.gathered_as(self._index, widest)
-
-
-class Piece(NamedTuple):
-    """One parameter's shard as it is gathered."""
-
-    size: int
-    """Size in bytes."""
-    dtype: torch.dtype
-    coded: bool
-
-
-def _message(shard: Tensor, coding: Wire, pieces: Sequence[Piece]) -> Tensor:
-    """Return the bytes of a shard (bytes,): the codes of its matrices, then the rest."""
-    split = list(zip(shard.split([piece.size for piece in pieces]), pieces, strict=True))
-    values = torch.cat([filled(_typed(raw, piece.dtype)[None], coding.block) for raw, piece in split if piece.coded])
-    return torch.cat([coding.encode(values), *(raw for raw, piece in split if not piece.coded)])
-
-
-def _read(messages: Tensor, coding: Wire, pieces: Sequence[Piece], out: Tensor) -> None:
-    """Decode messages (world, bytes) and write their shards into `out` (world, bytes)."""
-    spans = [-(-piece.size // piece.dtype.itemsize // coding.block) * coding.block for piece in pieces if piece.coded]
-    rest = [piece.size for piece in pieces if not piece.coded]
-    codes, *raws = messages.split([messages.shape[1] - sum(rest), *rest], 1)
-    decoded = coding.decode(codes.reshape(-1))
-    values, others = iter(decoded.view(len(out), -1).split(spans, 1)), iter(raws)
-    for view, piece in zip(out.split([piece.size for piece in pieces], 1), pieces, strict=True):
-        if piece.coded:
-            got = next(values)[:, : piece.size // piece.dtype.itemsize]
-            view.copy_(got.to(piece.dtype).view(torch.uint8))
-        else:
-            view.copy_(next(others))
-
-
-def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return bytes as numbers of a dtype, copied if they are not aligned for it."""
-    return (raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()).view(dtype)
+        return self.way if self.way is not None or by_link is None else by_link.gathered_as(self._index, widest)

@@ -65,6 +65,9 @@ class GatheredBits:
     elements: int
     """Elements of one rank's shard."""
     bits: Bits
+    """4 are bits of differences from what ranks have."""
+    bytes_kept: int = 0
+    """Bytes of all ranks' shards that a rank keeps to add differences to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +203,8 @@ def explained(plan: LinkPlan, layer: str = "") -> Iterator[str]:
     if plan.gathered and not layer:
         modules = ", ".join(f"{row.name} in {row.bits} bits" for row in plan.gathered)
         yield f"to gather the parameters once, a rank sends {plan.bytes_gathered / 1e6:.4g} MB: {modules}"
+        if kept := sum(row.bytes_kept for row in plan.gathered):
+            yield f"4 bits are of differences; each rank keeps {kept / 1e6:.4g} MB of parameters to add them to"
     for row in plan.layers:
         if layer in ("", row.name):
             hidden = f"{row.exposed * 1e3:.3g} ms exposed" if row.exposed else "hidden behind backward"

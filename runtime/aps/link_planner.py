@@ -83,11 +83,12 @@ def advance(states: States, problem: Problem, items: Sequence[Layer], number: in
     latency = problem.links.between.latency
     link = np.maximum(states.link, encoder) + transfer + first * latency
     arrival = link + (width.messages - 1) * latency  # in these other exchanges of a part, other parts are sent
-    work = encode + decode + first * width.exchanges * problem.links.exchange
+    work = encode + decode + first * problem.exchanges(width) * problem.links.exchange
+    after = (inside + pays) * (problem.transport.passes - 1)  # sums that owners keep are not sent into the node
     return States(
         encoder,
         link,
-        np.maximum(states.decoder, arrival) + decode + inside + pays,
+        np.maximum(states.decoder, arrival) + decode + after,
         states.busy + work,
         states.error + sum(problem.error(layer, width) for layer in items),
         used | 1 << number,

@@ -80,14 +80,6 @@ class Width:
         """Return whether layers go by nodes."""
         return self.inside_bytes > 0
 
-    @property
-    def exchanges(self) -> int:
-        """Return the number of exchanges of a part, by nodes including those inside and that of exponents.
-
-        An all-reduce counts as one.
-        """
-        return (1 if self.in_ring else self.messages) + 2 * self.by_nodes + (self.sends_to_all > 0)
-
     def roundings(self, ranks: int, passes: int) -> float:
         """Return the mean's squared error, at most, relative to that of one rounding of one rank's gradient.
 
@@ -160,7 +152,17 @@ class Problem:
 
     def bytes_sent(self, layer: Layer, width: Width) -> float:
         """Return the bytes that a rank sends of a layer."""
-        return self.traffic(width)[0] * width.bytes_of(layer) + 2 * self._inside(layer.elements, width)
+        return self.traffic(width)[0] * width.bytes_of(layer) + self.transport.passes * self._inside(
+            layer.elements, width
+        )
+
+    def exchanges(self, width: Width) -> int:
+        """Return the number of exchanges of a part, by nodes including those inside and that of exponents.
+
+        An all-reduce counts as one.
+        """
+        own = 1 if width.in_ring else width.messages
+        return own + self.transport.passes * width.by_nodes + (width.sends_to_all > 0)
 
     def headers(self, width: Width) -> int:
         """Return the bytes that a rank sends for a part beside the bytes of its layers."""
@@ -168,7 +170,8 @@ class Problem:
         if not width.by_nodes:
             return width.sends * peers * MESSAGE_BYTES
         node, nodes = self.links.node, self.ranks // self.links.node
-        return (width.sends_to_all * peers + 2 * (node - 1) + width.sends * (nodes - 1)) * MESSAGE_BYTES
+        inside = self.transport.passes * (node - 1)
+        return (width.sends_to_all * peers + inside + width.sends * (nodes - 1)) * MESSAGE_BYTES
 
     def _inside(self, elements: int, width: Width) -> float:
         return width.inside_bytes * elements * (1 - 1 / self.links.node)
@@ -188,8 +191,8 @@ class Problem:
         lost = width.error * layer.squares + layer.elements * (width.floor * layer.amax) ** 2
         senders = self.ranks // self.links.node if width.by_nodes else self.ranks
         lost *= width.roundings(senders, self.transport.passes)
-        if width.by_nodes:  # each rank's gradient and the mean are rounded inside of the node
-            lost += width.inside_error * layer.squares * (1 / self.ranks + 1)
+        if width.by_nodes:  # inside of the node each rank's gradient is rounded, and the mean where it comes back
+            lost += width.inside_error * layer.squares * (1 / self.ranks + self.transport.passes - 1)
         if width.low_rank:
             lost += STANDING * layer.missed
         return layer.weight * lost / self.norm
@@ -201,10 +204,10 @@ class Problem:
         return seconds if links.inside is None else max(seconds, own * size / links.inside.bytes_per_second)
 
     def inside(self, elements: int, width: Width) -> float:
-        """Return the seconds of these elements inside of the node, once before they leave it and once after."""
+        """Return the seconds that these elements take inside of the node once: before they leave it, or after."""
         rate = self.links.inside
         return 0.0 if rate is None else self._inside(elements, width) / rate.bytes_per_second
 
     def latency_inside(self, width: Width) -> float:
-        """Return the latency that a part pays inside of the node, once before and once after."""
+        """Return the latency that a part pays inside of the node once."""
         return self.links.inside.latency if width.by_nodes and self.links.inside is not None else 0.0

@@ -55,26 +55,27 @@ def widths_of(
     return found
 
 
-def by_nodes(width: Width, cast: Width, node: int, nodes: int, ring_steps: int = 1) -> Width:
+def by_nodes(width: Width, cast: Width, node: int, nodes: int, ring_steps: int = 1, passes: int = 2) -> Width:
     """Return a width by nodes of `node` ranks, which exchange chunks between nodes; `cast` is the width of bf16.
 
-    `ring_steps` is what an all-reduce between nodes takes.
+    `ring_steps` is what an all-reduce between nodes takes, `passes` as in `Transport`.
 
-    Exponents are exchanged over all ranks while layers are sent inside of the nodes. Two nodes send each other their
-    codes once, and each adds them.
+    In an all-reduce, exponents are exchanged over all ranks while layers are sent inside of the nodes. Two nodes send
+    each other their codes once, and each adds them. In a reduce-scatter what lies between nodes is as without nodes.
     """
-    coded, direct = not width.in_ring, not width.in_ring and nodes == 2
-    inside, lost = (INSIDE.itemsize, cast.error) if coded else (width.code_bytes, width.error)
+    coded, both_ways = width.bits < 16, passes == 2
+    direct = coded and both_ways and nodes == 2
+    messages = 1 if direct else 2 if coded else ring_steps
     return replace(
         width,
         encode=cast.encode + width.encode / node,
         decode=cast.decode + width.decode / node,
-        messages=1 if direct else 2 if coded else ring_steps,
-        sends=1 if direct else 2 if coded else ALL_REDUCE_SENDS,
+        messages=messages if both_ways else width.messages,
+        sends=(ALL_REDUCE_SENDS if not coded else messages) if both_ways else width.sends,
         rounds_sums=not direct,
-        sends_to_all=1 if coded else 0,
-        inside_bytes=inside,
-        inside_error=lost,
+        sends_to_all=1 if coded and both_ways else 0,
+        inside_bytes=INSIDE.itemsize if coded else width.code_bytes,
+        inside_error=cast.error if coded else width.error,
     )
 
 

@@ -1,4 +1,4 @@
-"""Exchange inside of a node: each rank averages a chunk over the node, and later sends the chunk's mean to the node.
+"""Exchange by nodes: each rank averages a chunk over its node, and later sends the chunk's mean to the node.
 
 A node of k ranks then sends 2 (G - 1) / G elements per element of a bucket to G - 1 other nodes. With k rings or
 all-to-alls over all ranks, a node would send up to k times as many (docs/aps.md).
@@ -6,12 +6,14 @@ all-to-alls over all ranks, a node would send up to k times as many (docs/aps.md
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fxprec.runtime.aps.exchange import all_gather
-from fxprec.runtime.aps.groups import Node
+from fxprec.runtime.aps.groups import Groups, Node, communication_device
 from fxprec.runtime.aps.layout import Layout, layout
 
 
@@ -68,3 +70,50 @@ class Inside:
         for piece, part in zip(self._pieces, lost, strict=True):
             torch.mul(part, self._node.size, out=flat[piece.start : piece.end])
         return self._layout.layers(flat)
+
+
+def sums_inside(rows: Tensor, node: Node, dtype: torch.dtype) -> Tensor:
+    """Return the node's sum of each row that this rank passes on, (nodes, n): one for its counterpart on each node.
+
+    `rows` (ranks, n) has a row for each rank. They are sent in `dtype` and added in float32 or wider, in rank order.
+    """
+    sent = rows.view(-1, node.size, rows.shape[1]).transpose(0, 1).to(dtype).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), group=node.scatter)
+    return received.sum(0, dtype=torch.promote_types(dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of an all-gather, and their nodes if the group is all of them."""
+
+    group: dist.ProcessGroup
+    node: Node | None = None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, groups: Groups) -> Ranks:
+        """Return the ranks of FSDP2's group, which is that of the state's `groups` or another."""
+        return cls(group, groups.node if dist.get_world_size(group) == groups.size else None)
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """Return this rank's number among them."""
+        return dist.get_rank(self.group)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the tensors that they exchange."""
+        return communication_device(self.group)
+
+    def all_gather(self, message: Tensor) -> Tensor:
+        """Return every rank's message (n,) as a row (ranks, n); if there are nodes, each message enters one once."""
+        if self.node is None:
+            return all_gather(message, self.group)
+        between = all_gather(message, self.node.between.gather)
+        rows = all_gather(between.view(-1), self.node.gather)
+        return rows.view(self.node.size, len(between), -1).transpose(0, 1).reshape(-1, message.numel())

@@ -17,6 +17,7 @@ from fxprec.errors import ConfigError
 from fxprec.numerics.formats import Format
 from fxprec.runtime.aps.by_link import ByLink
 from fxprec.runtime.aps.codecs import Codec
+from fxprec.runtime.aps.differences import Differences
 from fxprec.runtime.aps.groups import Groups, agree, make_groups, parent_of
 from fxprec.runtime.aps.link_plan import LinkPlan
 from fxprec.runtime.aps.link_widths import FOUR_BITS
@@ -94,6 +95,7 @@ class APSState:
         self.calls: Counter[object] = Counter()  # under FSDP2: each reduce-scatter's calls since `first_step`
         self.epoch = 0
         self.memory = Memory(seed)
+        self._differences: dict[str, Differences] = {}
         self.late = Late()
         self.groups = self._meet(process_group)
         self.workers: list[ThreadPoolExecutor] = []
@@ -167,6 +169,10 @@ class APSState:
             return Sending(self.wire, by_nodes=self.groups.node is not None)
         return self.by_link.sending_of(parameter)
 
+    def differences_of(self, name: str) -> Differences:
+        """Return what is kept of the parameters of an FSDP2 module with this name, to add differences to."""
+        return self._differences.setdefault(name, Differences())
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch (from 0) that begins, for the schedule; every rank must set the same."""
         self.epoch = epoch
@@ -189,9 +195,12 @@ class APSState:
     def state_dict(self) -> dict[str, Any]:
         """Return the data to resume from: step and epoch; with ``bits="by link"`` also plan, residuals and factors.
 
-        Otherwise residuals are not saved, because they are rebuilt within a step.
+        Otherwise residuals are not saved, because they are rebuilt within a step. Where parameters are gathered as
+        differences, it has this rank's part of what all ranks keep.
         """
-        found = {"step": self.step, "epoch": self.epoch, "options": self.options.text()}
+        found: dict[str, Any] = {"step": self.step, "epoch": self.epoch, "options": self.options.text()}
+        if self._differences:
+            found["differences"] = {name: kept.to_save() for name, kept in self._differences.items()}
         if self.by_link is not None:
             plan = self.by_link.plan
             found["link_plan"] = None if plan is None else plan.to_dict()
@@ -209,6 +218,7 @@ class APSState:
         self.step = self.first_step = int(saved["step"])
         self.epoch = int(saved["epoch"])
         self.calls.clear()
+        self._differences = {name: Differences.resumed(row) for name, row in saved.get("differences", {}).items()}
         for _, kept in self._kept_by_name():
             kept.clear()
         if self.by_link is not None:

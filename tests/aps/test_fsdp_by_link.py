@@ -37,17 +37,25 @@ SLOW, FAST = Links(Link(1e5, 1e-4)), Links(Link(1e12, 1e-6))
 class Training:
     """Four layers, three of them FSDP2 modules of their own; no shard is whole blocks, and each is padded."""
 
-    def __init__(self, rank: int, *, parameters: str | None = None, policy: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        rank: int,
+        *,
+        parameters: str | None = None,
+        exact_every: int | None = None,
+        policy: Any = None,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(0)
         layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
         self.model = nn.Sequential(*layers, nn.Linear(WIDTH, 8))
-        mesh = init_device_mesh("cpu", (WORLD,))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for module in (self.model[0], self.model[2], self.model[3], self.model):
             fully_shard(module, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
         if "bits" in options:
             options["model"] = self.model
         self.state = APSState("e4m3fn", **options)
-        use_aps(self.model, self.state, parameters=parameters)
+        use_aps(self.model, self.state, parameters=parameters, exact_every=exact_every)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.rank, self.at = rank, 0
 
@@ -103,7 +111,8 @@ def weights_seen(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         note("forward")
 
     def backward(_module: nn.Module, _args: object, out: Tensor) -> None:
-        out.register_hook(lambda _: note("backward"))
+        if out.requires_grad:
+            out.register_hook(lambda _: note("backward"))
 
     handles = [module.register_forward_pre_hook(forward), module.register_forward_hook(backward)]
     yield seen
