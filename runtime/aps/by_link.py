@@ -241,7 +241,15 @@ class ByLink:
         if on_cpu and not self._transport.overlaps:
             ready = (0.0,) * len(ready)
         problem = Problem(
-            layers, ready, self._widths(), links, self._groups.size, budget, float(on_cpu), self._transport
+            layers,
+            ready,
+            self._widths(),
+            links,
+            self._groups.size,
+            budget,
+            float(on_cpu),
+            self._transport,
+            self._options.error_feedback,
         )
         if last is None or links.differ(last) or self._error(problem) > budget:
             gathers, group = self._gathers, self._groups.payload

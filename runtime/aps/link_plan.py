@@ -100,7 +100,7 @@ class LinkPlan:
     bytes_between: int = 0
     """Bytes of `bytes_sent` that a node's ranks send together to other nodes, without headers."""
     bytes_kept: int = 0
-    """Bytes of residuals and factors that a rank keeps from step to step for the layers in low rank."""
+    """Bytes that a rank keeps from step to step: residuals of error feedback and of low rank, and factors."""
 
     @property
     def links(self) -> Links:
@@ -199,7 +199,7 @@ def explained(plan: LinkPlan, layer: str = "") -> Iterator[str]:
         yield f"a node sends to other nodes {plan.bytes_between / 1e6:.4g} MB a step"
     yield f"{shares(plan)}; adds {plan.error:.2e} of a gradient's squared norm, of {plan.budget:.2e} allowed"
     if plan.bytes_kept:
-        yield f"layers in low rank keep {plan.bytes_kept / 1e6:.4g} MB a rank: residuals not sent yet, and factors"
+        yield f"a rank keeps {plan.bytes_kept / 1e6:.4g} MB: residuals not sent yet, and factors of low rank"
     if plan.gathered and not layer:
         modules = ", ".join(f"{row.name} in {row.bits} bits" for row in plan.gathered)
         yield f"to gather the parameters once, a rank sends {plan.bytes_gathered / 1e6:.4g} MB: {modules}"

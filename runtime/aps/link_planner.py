@@ -210,7 +210,7 @@ def _run(problem: Problem, items: Sequence[Sequence[Layer]], numbers: Sequence[i
             late = max(0.0, late - seconds)
             sent += problem.bytes_sent(layer, width)
             leaving += problem.traffic(width)[1] * width.bytes_of(layer)
-            kept += width.bytes_kept(layer)
+            kept += problem.bytes_kept(layer, width)
         layers[len(layers) - len(item) :] = reversed(layers[len(layers) - len(item) :])
     parts = {
         (-1 if problem.once >> number & 1 else item[0].bucket, number)

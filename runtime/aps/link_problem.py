@@ -100,10 +100,6 @@ class Width:
         """Return the bytes of a layer's codes."""
         return -(-self.numbers_of(layer) // self.block) * self.code_bytes
 
-    def bytes_kept(self, layer: Layer) -> int:
-        """Return the bytes that a rank keeps for a layer in low rank: the residual, and one of the two matrices."""
-        return 4 * (layer.elements + self.low_rank * layer.columns) if self.low_rank and layer.columns else 0
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -136,6 +132,8 @@ class Problem:
     shares_cores: float = 0.0
     """Share of the work of exchanges that delays the backward pass: 1 if both run on the same busy cores, else 0."""
     transport: Transport = ALL_REDUCE
+    feedback: bool = False
+    """Whether ranks keep what coding took from a layer, and add it to the next gradient."""
 
     def traffic(self, width: Width) -> tuple[float, float]:
         """Return the bytes that a rank sends, and that its node sends to other nodes, per byte of codes.
@@ -155,6 +153,12 @@ class Problem:
         return self.traffic(width)[0] * width.bytes_of(layer) + self.transport.passes * self._inside(
             layer.elements, width
         )
+
+    def bytes_kept(self, layer: Layer, width: Width) -> int:
+        """Return the bytes that a rank keeps of a layer: a residual and, in low rank, one of the two matrices."""
+        if width.low_rank:
+            return 4 * (layer.elements + width.low_rank * layer.columns) if layer.columns else 0
+        return 4 * layer.elements if self.feedback and width.bits < 16 else 0
 
     def exchanges(self, width: Width) -> int:
         """Return the number of exchanges of a part, by nodes including those inside and that of exponents.

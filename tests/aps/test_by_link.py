@@ -160,7 +160,13 @@ def resumed(rank: int, world: int) -> dict[str, Any]:
     forgetful.model.load_state_dict(weights)
     forgetful.at = 8
     flats = [training.step(3).flat() for training in (whole, again, forgetful)]
-    return {"plan": same_plan, "same": torch.equal(*flats[:2]), "feedback matters": not torch.equal(*flats[::2])}
+    kept = sum(residual.nbytes for residual in state["residuals"].values())
+    return {
+        "plan": same_plan,
+        "same": torch.equal(*flats[:2]),
+        "feedback matters": not torch.equal(*flats[::2]),
+        "counted": kept == whole.plan.bytes_kept > 0,
+    }
 
 
 def refused(rank: int, world: int) -> dict[str, str]:
@@ -281,7 +287,7 @@ def test_the_plan_is_tried_beside_each_width_and_the_fastest_stays(results: list
 
 def test_plan_and_residuals_resume_bit_for_bit(results: list[dict[str, Any]]) -> None:
     for rank in results:
-        assert rank["resumed"] == {"plan": True, "same": True, "feedback matters": True}
+        assert rank["resumed"] == {"plan": True, "same": True, "feedback matters": True, "counted": True}
 
 
 def test_16_bits_are_an_all_reduce_in_bf16_that_pays_what_earlier_codes_owe(results: list[dict[str, Any]]) -> None:
