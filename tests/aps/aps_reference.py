@@ -6,11 +6,13 @@ Definitions: docs/algorithms.md, "Communication in 8 bits".
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from block_reference import reference_encode_blocks
+from torch import Tensor
 
 from fxprec.numerics.blocks import BlockFormat, find
 from fxprec.numerics.formats import parse
@@ -150,3 +152,28 @@ def times_hadamard(rows: np.ndarray) -> np.ndarray:
         return rows
     a, b = np.split(rows, 2, axis=1)
     return np.concatenate([times_hadamard(a + b), times_hadamard(a - b)], axis=1)
+
+
+def rows_of(rank: int, world: int, layers: Sequence[int], case: str) -> Tensor:
+    """A reduce-scatter's input (world, elements) of one rank; the first layer has 5 elements."""
+    g = torch.Generator().manual_seed(rank)
+    scales = torch.cat([torch.full((n,), 10.0 ** (4 * k - 8)) for k, n in enumerate(layers)])
+    rows = torch.randn(world, sum(layers), generator=g) * scales
+    rows[:, :5] *= case != "zero-layer"
+    if case == "nan" and rank == 1:
+        rows[2, 7] = torch.nan
+    return rows
+
+
+def sum_of_codes(parts: list[np.ndarray], fmt: str) -> np.ndarray:
+    """A reduce-scatter of one layer: ranks' codes with a shared scale, added in float32 in rank order."""
+    if not parts[0].size or not all(np.isfinite(p).all() for p in parts):
+        return np.full(parts[0].shape, np.nan, dtype=np.float32)
+    shared = shared_exponent(parts, 1)
+    if shared is None:
+        return np.zeros(parts[0].shape, dtype=np.float32)
+    t = wire_of(fmt).top - shared
+    total = np.zeros(parts[0].shape, dtype=np.float32)
+    for p in parts:
+        total = total + rounded(ldexp(p, t), fmt)
+    return ldexp(total, -t)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from aps_ranks import run_ranks, several
-from aps_reference import ldexp, rounded, shared_exponent
+from aps_reference import rows_of, sum_of_codes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -18,7 +18,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from fxprec.aps import APSReduceScatter, APSState, use_aps
 from fxprec.errors import ConfigError
 from fxprec.runtime.aps.shards import Shards
-from fxprec.runtime.aps.wire import wire_of
 
 WORLD = 3
 
@@ -139,24 +138,13 @@ def refusals(rank: int, world: int) -> list[str]:
 LAYERS = (5, 0, 12, 7)
 
 
-def rows_of(rank: int, case: str) -> Tensor:
-    """A reduce-scatter's input (world, elements) of one rank."""
-    g = torch.Generator().manual_seed(rank)
-    scales = torch.cat([torch.full((n,), 10.0 ** (4 * k - 8)) for k, n in enumerate(LAYERS)])
-    rows = torch.randn(WORLD, sum(LAYERS), generator=g) * scales
-    rows[:, :5] *= case != "zero-layer"
-    if case == "nan" and rank == 1:
-        rows[2, 7] = torch.nan
-    return rows
-
-
 def raw(rank: int, world: int) -> dict[str, Tensor]:
     """This rank's sum, by case."""
     found = {}
     for case in ("plain", "zero-layer", "nan"):
         scatter = APSReduceScatter(APSState("1-4-3"), Shards(sizes=LAYERS))
         found[case] = torch.empty(sum(LAYERS))
-        scatter(found[case], rows_of(rank, case).reshape(-1), dist.group.WORLD, dist.ReduceOp.SUM)
+        scatter(found[case], rows_of(rank, WORLD, LAYERS, case).reshape(-1), dist.group.WORLD, dist.ReduceOp.SUM)
     return found
 
 
@@ -182,24 +170,11 @@ def test_gradients_are_those_of_the_plain_model_but_for_one_rounding(results: li
 @pytest.mark.parametrize("case", ["plain", "zero-layer", "nan"])
 def test_the_sum_is_that_of_the_definition(results: list[dict[str, Any]], case: str) -> None:
     """Each layer of each shard has a scale of its own; codes are added in float32, in rank order."""
-    sent = [rows_of(r, case).numpy() for r in range(WORLD)]
+    sent = [rows_of(r, WORLD, LAYERS, case).numpy() for r in range(WORLD)]
     for rank, found in enumerate(r["raw"][case] for r in results):
         for got, layer in zip(found.split(list(LAYERS)), np.cumsum(LAYERS), strict=True):
             parts = [rows[rank, layer - len(got) : layer] for rows in sent]
-            np.testing.assert_array_equal(got.numpy(), sum_of_codes(parts))
-
-
-def sum_of_codes(parts: list[np.ndarray]) -> np.ndarray:
-    if not parts[0].size or not all(np.isfinite(p).all() for p in parts):
-        return np.full(parts[0].shape, np.nan, dtype=np.float32)
-    shared = shared_exponent(parts, 1)
-    if shared is None:
-        return np.zeros(parts[0].shape, dtype=np.float32)
-    t = wire_of("1-4-3").top - shared
-    total = np.zeros(parts[0].shape, dtype=np.float32)
-    for p in parts:
-        total = total + rounded(ldexp(p, t), "1-4-3")
-    return ldexp(total, -t)
+            np.testing.assert_array_equal(got.numpy(), sum_of_codes(parts, "1-4-3"))
 
 
 def test_the_schedule_counts_steps_of_each_module_and_survives_loading(results: list[dict[str, Any]]) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -12,138 +11,37 @@ import pytest
 import torch
 import torch.distributed as dist
 from aps_ranks import run_ranks, several
+from fsdp_training import (
+    WIDTH,
+    Mixed,
+    Training,
+    by_bits,
+    bytes_gathered,
+    check_bits,
+    links,
+    message_of,
+    plan_of,
+    weights_seen,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fxprec.aps import APSState, use_aps
-from fxprec.errors import FxprecError, FxprecWarning
+from fxprec.errors import FxprecWarning
 from fxprec.numerics import block_codec
 from fxprec.numerics.blocks import find_blocks
-from fxprec.runtime.aps import by_link, exchange, fsdp_gather
 from fxprec.runtime.aps.by_link import MEASURED, PERIOD
 from fxprec.runtime.aps.fsdp_gather import APSAllGather
 from fxprec.runtime.aps.gathers import EIGHT_BITS
-from fxprec.runtime.aps.link_plan import GatheredBits, LayerBits, LinkPlan
+from fxprec.runtime.aps.link_plan import LinkPlan
 from fxprec.runtime.aps.link_problem import MESSAGE_BYTES
 from fxprec.runtime.aps.links import Links
 from fxprec.runtime.aps.predict import Link
 from fxprec.runtime.aps.shards import Shards
 
-WORLD, WIDTH = 3, 257
+WORLD = 3
 SLOW, FAST = Links(Link(1e5, 1e-4)), Links(Link(1e12, 1e-6))
-
-
-class Training:
-    """Four layers, three of them FSDP2 modules of their own; no shard is whole blocks, and each is padded."""
-
-    def __init__(
-        self,
-        rank: int,
-        *,
-        parameters: str | None = None,
-        exact_every: int | None = None,
-        policy: Any = None,
-        **options: Any,
-    ) -> None:
-        torch.manual_seed(0)
-        layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
-        self.model = nn.Sequential(*layers, nn.Linear(WIDTH, 8))
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for module in (self.model[0], self.model[2], self.model[3], self.model):
-            fully_shard(module, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
-        if "bits" in options:
-            options["model"] = self.model
-        self.state = APSState("e4m3fn", **options)
-        use_aps(self.model, self.state, parameters=parameters, exact_every=exact_every)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        self.rank, self.at = rank, 0
-
-    def backward(self, nan_on: int | None = None) -> float:
-        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(100 * self.at + self.rank))
-        x[0, 0] = torch.nan if nan_on == self.rank else x[0, 0]
-        self.optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(self.model(x).float(), x[:, :8].argmax(1))
-        loss.backward()
-        self.at += 1
-        return float(loss.detach())
-
-    def step(self, count: int = 1) -> Training:
-        for _ in range(count):
-            self.backward()
-            self.optimizer.step()
-        return self
-
-    @property
-    def plan(self) -> LinkPlan:
-        assert self.state.by_link is not None
-        assert self.state.by_link.plan is not None
-        return self.state.by_link.plan
-
-    def shards(self) -> Tensor:
-        return torch.cat([p.to_local().detach().flatten() for p in self.model.parameters()])
-
-    def gradients(self) -> dict[str, Tensor]:
-        return {n: p.grad.full_tensor().clone() for n, p in self.model.named_parameters() if p.grad is not None}
-
-
-@contextmanager
-def links(*found: Links) -> Iterator[None]:
-    """Let each probe find the next of these, the last one from then on; the planned bits are not tried."""
-    left = list(found)
-    probe = mock.patch.object(by_link, "probe_links", side_effect=lambda *_: left.pop(0) if len(left) > 1 else left[0])
-    with probe, mock.patch.object(by_link, "TRIALS", 0):
-        yield
-
-
-@contextmanager
-def weights_seen(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Note a module's whole weight whenever it computes forward, and whenever its backward begins.
-
-    FSDP2 gathers for backward one module ahead: the first two of backward's modules are gathered before anything is sent.
-    """
-    seen: dict[str, list[Tensor]] = {"forward": [], "backward": []}
-
-    def note(when: str) -> None:
-        seen[when].append(module.weight.detach().clone())
-
-    def forward(*_: object) -> None:
-        note("forward")
-
-    def backward(_module: nn.Module, _args: object, out: Tensor) -> None:
-        if out.requires_grad:
-            out.register_hook(lambda _: note("backward"))
-
-    handles = [module.register_forward_pre_hook(forward), module.register_forward_hook(backward)]
-    yield seen
-    for handle in handles:
-        handle.remove()
-
-
-@contextmanager
-def bytes_gathered() -> Iterator[list[int]]:
-    """Note the bytes of each message that is gathered."""
-    sizes: list[int] = []
-    real = exchange.all_gather_into
-
-    def counted(out: Tensor, message: Tensor, **kwargs: Any) -> Any:
-        sizes.append(message.nbytes)
-        return real(out, message, **kwargs)
-
-    with (
-        mock.patch.object(exchange, "DIRECT_BYTES", -1),  # gathers are no all-to-alls then
-        mock.patch.object(exchange, "all_gather_into", counted),
-        mock.patch.object(fsdp_gather, "all_gather_into", counted),
-    ):
-        yield sizes
-
-
-def message_of(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except (FxprecError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def gathered(rank: int, world: int) -> dict[str, Any]:
@@ -170,20 +68,6 @@ def gathered(rank: int, world: int) -> dict[str, Any]:
         found[name] = sum(sizes)
     found["narrow"] = float(narrow.gradients()["2.weight"].norm())
     return found
-
-
-class Mixed(nn.Module):
-    """A frozen table in bf16 before a layer in float32, which then lies at no multiple of 4 bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Parameter(torch.randn(63, 33).bfloat16(), requires_grad=False)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = [self.table.clone(), self.linear.weight.detach().clone(), self.linear.bias.detach().clone()]
-        return self.linear(x)
 
 
 def mixed(rank: int, world: int) -> dict[str, Any]:
@@ -223,27 +107,9 @@ def planned(rank: int, world: int) -> dict[str, Any]:
     return found | {"bytes": sum(sizes), "scattered": sum(scattered)}
 
 
-def plan_of(training: Training, bits: int, gathered_bits: int) -> LinkPlan:
-    layers = [LayerBits(n, 0, p.numel(), bits, 0.0, 0.0) for n, p in training.model.named_parameters()]
-    modules = [GatheredBits(m.name, sum(m.sizes), gathered_bits) for m in training.state.by_link._gathers.modules]
-    return LinkPlan(WORLD, 1e6, 0.0, 1 / 32, 0.0, (0.0,), 0.0, 0, tuple(layers), tuple(modules))
-
-
 def in_bits(rank: int, world: int) -> dict[int, Any]:
     """By bits: the error of each gradient against FSDP2's own; and how many are NaN with a NaN on one rank."""
-    exact = Training(rank, high_steps=1)
-    exact.backward()
-    wanted, found = exact.gradients(), {}
-    for bits in (32, 16, 8, 4):
-        training = Training(rank, bits="by link", parameters="by link", link="1Mbit/s")
-        training.state.by_link.adopt(plan_of(training, bits, 32))
-        training.backward()
-        got = training.gradients()
-        errors = {n: float((got[n] - g).norm() / g.norm()) for n, g in wanted.items()}
-        training.backward(nan_on=1)
-        nans = {n: float(g.isnan().float().mean()) for n, g in training.gradients().items()}
-        found[bits] = {"errors": errors, "nans": nans}
-    return found
+    return by_bits(rank, lambda training, bits: plan_of(training, bits, 32), link="1Mbit/s")
 
 
 def resumed(rank: int, world: int) -> bool:
@@ -374,10 +240,7 @@ def test_both_passes_of_a_step_see_the_same_weights_also_where_the_plan_changes(
 
 def test_gradients_are_fsdps_but_for_one_rounding_in_each_width(results: list[dict[str, Any]]) -> None:
     for rank in results:
-        for bits, least, most in ((32, 0, 1e-6), (16, 2**-11, 2**-8), (8, 2**-7, 2**-4), (4, 2**-5, 2**-2)):
-            errors = rank["in_bits"][bits]["errors"].values()
-            assert all(least <= error < most for error in errors), (bits, errors)
-            assert set(rank["in_bits"][bits]["nans"].values()) == {1.0}
+        check_bits(rank["in_bits"], {32: (0, 1e-6), 16: (2**-11, 2**-8), 8: (2**-7, 2**-4), 4: (2**-5, 2**-2)})
 
 
 def test_a_run_goes_on_bit_for_bit(results: list[dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from aps_ranks import run_ranks, several
-from test_fsdp_by_link import SLOW, WORLD, Mixed, Training, bytes_gathered, links, message_of, plan_of, weights_seen
+from fsdp_training import WIDTH, Mixed, Training, bytes_gathered, links, message_of, plan_of, weights_seen
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -20,10 +20,13 @@ from fxprec.runtime.aps import differences
 from fxprec.runtime.aps.by_link import MEASURED
 from fxprec.runtime.aps.differences import MOST_LOST
 from fxprec.runtime.aps.gathers import FOUR_BITS
+from fxprec.runtime.aps.links import Links
+from fxprec.runtime.aps.predict import Link
 
+WORLD = 3
 EVERY, SELDOM = 4, 16
 IN_CODES = {"parameters": FOUR_BITS, "exact_every": EVERY}
-ROWS = -(-257 // WORLD)
+ROWS = -(-WIDTH // WORLD)
 
 
 def whole(parameter: Tensor) -> Tensor:
@@ -44,7 +47,7 @@ def followed(rank: int, world: int) -> dict[str, Any]:
             found["exact"].append(whole(weight))
             found["local"].append(weight.to_local().detach().clone())
             with bytes_gathered() as sizes:
-                training.model(torch.ones(1, 257)).sum().backward()
+                training.model(torch.ones(1, WIDTH)).sum().backward()
             found["bytes"].append(sizes)
             training.optimizer.zero_grad()
             with torch.no_grad():
@@ -56,7 +59,7 @@ def changed(rank: int, world: int) -> dict[str, Any]:
     """What a layer sees after its weights were all written anew, with a NaN on one rank, and after it."""
     training = Training(rank, **IN_CODES | {"exact_every": 1000})
     weight, found = training.model[2].weight, {}
-    x = torch.ones(1, 257)
+    x = torch.ones(1, WIDTH)
     with weights_seen(training.model[2]) as seen, torch.no_grad():
         training.model(x)
         for name, write in (
@@ -83,7 +86,7 @@ def mixed(rank: int, world: int) -> dict[str, Any]:
     use_aps(model, APSState("e4m3fn"), **IN_CODES)
     found = []
     for _ in range(3):
-        model(torch.ones(2, 257)).sum().backward()
+        model(torch.ones(2, WIDTH)).sum().backward()
         found.append((model.seen, [whole(p) for p in model.parameters()]))
         with torch.no_grad():
             for p in model.parameters():
@@ -118,7 +121,7 @@ def resumed(rank: int, world: int) -> dict[str, Any]:
 
 def planned(rank: int, world: int) -> dict[str, Any]:
     """The plan of a slow link, and the bytes of its gathers over some steps."""
-    with links(SLOW):
+    with links(Links(Link(1e5, 1e-4))):
         training = Training(rank, bits="by link", parameters="by link", exact_every=SELDOM).step(MEASURED + 2)
         with bytes_gathered() as sizes:
             training.step(SELDOM)
@@ -164,7 +167,7 @@ def results(once: Callable[..., Any]) -> list[dict[str, Any]]:
 
 def coded(x: Tensor) -> Tensor:
     """A shard's values (elements,) as they are decoded, filled up to whole blocks and a whole shard of `ROWS` rows."""
-    padded = torch.cat([x, x.new_zeros(ROWS * 257 - x.numel() + -ROWS * 257 % 64)])
+    padded = torch.cat([x, x.new_zeros(ROWS * WIDTH - x.numel() + -ROWS * WIDTH % 64)])
     codes = block_codec.stored(padded, None, None, 0, FOUR_BITS)
     return block_codec.loaded(codes, None, 0, FOUR_BITS, len(padded), torch.float32)[: x.numel()]
 
@@ -178,7 +181,7 @@ def test_weights_are_the_sum_of_coded_differences_and_every_fourth_gather_is_exa
         kept = [
             local if k % EVERY == 0 else have + coded(local - have) for have, local in zip(kept, locals_, strict=True)
         ]
-        wanted, exact = torch.cat(kept).view(257, 257), results[0]["followed"]["exact"][k]
+        wanted, exact = torch.cat(kept).view(WIDTH, WIDTH), results[0]["followed"]["exact"][k]
         for rank in results:
             assert torch.equal(rank["followed"]["seen"]["forward"][k], wanted)
         assert torch.equal(wanted, exact) == (k % EVERY == 0)
@@ -194,14 +197,14 @@ def test_errors_of_differences_do_not_add_up(results: list[dict[str, Any]]) -> N
 
 
 def test_the_backward_pass_sees_the_forward_pass_s_weights_and_gathers_nothing(results: list[dict[str, Any]]) -> None:
-    matrix, bias = -(-ROWS * 257 // 64) * 36, ROWS * 4
-    root = -(-3 * 257 // 64) * 36 + 3 * 4 + 1
+    matrix, bias = -(-ROWS * WIDTH // 64) * 36, ROWS * 4
+    root = -(-3 * WIDTH // 64) * 36 + 3 * 4 + 1
     for rank in results:
         found = rank["followed"]
         assert all(torch.equal(a, b) for a, b in zip(found["seen"]["forward"], found["seen"]["backward"], strict=True))
-        whole_layer = ROWS * 257 * 4 + bias
+        whole_layer = ROWS * WIDTH * 4 + bias
         for k, sizes in enumerate(found["bytes"]):
-            sent = [3 * 257 * 4 + 3 * 4, *[whole_layer] * 3] if k % EVERY == 0 else [root, *[matrix + bias + 1] * 3]
+            sent = [3 * WIDTH * 4 + 3 * 4, *[whole_layer] * 3] if k % EVERY == 0 else [root, *[matrix + bias + 1] * 3]
             assert sizes == sent, k
 
 
@@ -236,7 +239,7 @@ def test_a_run_goes_on_bit_for_bit(results: list[dict[str, Any]]) -> None:
         assert found["saved again"]
         assert found["matters"], "without what ranks keep the run would differ"
         assert found["names"] == ["0", "2", "3", "model"]
-        assert found["bytes"] == (ROWS * 257 + ROWS) * 2
+        assert found["bytes"] == (ROWS * WIDTH + ROWS) * 2
         assert found["age"] == 1
 
 
@@ -246,7 +249,7 @@ def test_a_plan_gathers_differences_over_a_slow_link_and_counts_their_bytes(resu
         plan = LinkPlan.from_dict(data)
         assert plan.to_dict() == data == results[0]["planned"]["plan"]
         assert {row.bits for row in plan.gathered} == {4}
-        assert {row.name: row.bytes_kept for row in plan.gathered}["2"] == WORLD * 4 * (ROWS * 257 + ROWS)
+        assert {row.name: row.bytes_kept for row in plan.gathered}["2"] == WORLD * 4 * (ROWS * WIDTH + ROWS)
         assert rank["planned"]["bytes"] * (WORLD - 1) == pytest.approx(plan.bytes_gathered, rel=1e-3)
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from aps_ranks import run_ranks, several
-from aps_reference import ldexp, rounded, shared_exponent
-from test_fsdp_by_link import SLOW, Training, links, message_of, plan_of
+from aps_reference import rows_of, sum_of_codes
+from fsdp_training import WIDTH, Training, by_bits, check_bits, links, message_of, plan_of
 from torch import Tensor
 
 from fxprec.aps import APSReduceScatter, APSState, LinkPlan
@@ -24,12 +24,11 @@ from fxprec.runtime.aps.link_problem import MESSAGE_BYTES
 from fxprec.runtime.aps.links import Links
 from fxprec.runtime.aps.predict import Link
 from fxprec.runtime.aps.shards import Shards
-from fxprec.runtime.aps.wire import wire_of
 
 WORLD, NODE = 4, 2
 LAYERS = (5, 0, 12, 7)
 DIFFERENCES = {"parameters": FOUR_BITS, "exact_every": 100}
-SLOW = Links(SLOW.between, Link(1e9, 1e-5), NODE)
+SLOW = Links(Link(1e5, 1e-4), Link(1e9, 1e-5), NODE)
 ALIKE = Links(Link(1e12, 1e-6), Link(1e12, 1e-2), NODE)
 
 
@@ -66,30 +65,19 @@ def kinds(state: APSState) -> dict[str, list[dist.ProcessGroup]]:
     return {"between": [between.payload, between.gather, between.exponents], "inside": [node.scatter, node.gather]}
 
 
-def rows_of(rank: int, case: str) -> Tensor:
-    """A reduce-scatter's input (world, elements) of one rank."""
-    g = torch.Generator().manual_seed(rank)
-    scales = torch.cat([torch.full((n,), 10.0 ** (4 * k - 8)) for k, n in enumerate(LAYERS)])
-    rows = torch.randn(WORLD, sum(LAYERS), generator=g) * scales
-    rows[:, :5] *= case != "zero-layer"
-    if case == "nan" and rank == 1:
-        rows[2, 7] = torch.nan
-    return rows
-
-
 def raw(rank: int, world: int) -> dict[str, Tensor]:
     """This rank's sum, by case."""
     found = {}
     for case in ("plain", "zero-layer", "nan"):
         scatter = APSReduceScatter(APSState("1-4-3", group_size=NODE), Shards(sizes=LAYERS))
         found[case] = torch.empty(sum(LAYERS))
-        scatter(found[case], rows_of(rank, case).reshape(-1), dist.group.WORLD, dist.ReduceOp.SUM)
+        scatter(found[case], rows_of(rank, WORLD, LAYERS, case).reshape(-1), dist.group.WORLD, dist.ReduceOp.SUM)
     return found
 
 
 def outputs(training: Training) -> Tensor:
     """A forward pass, and another after all weights have changed."""
-    x, found = torch.randn(4, 257, generator=torch.Generator().manual_seed(3)), []
+    x, found = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3)), []
     with torch.no_grad():
         for _ in range(2):
             found.append(training.model(x))
@@ -132,23 +120,13 @@ def planned(rank: int, world: int) -> dict[str, Any]:
 
 def in_bits(rank: int, world: int) -> dict[int, Any]:
     """By bits: the error of each gradient that goes by nodes against FSDP2's own, and NaNs from one rank's input."""
-    exact = Training(rank, high_steps=1)
-    exact.backward()
-    wanted, found = exact.gradients(), {}
-    options = {"group_size": NODE, "link": "1Mbit/s between; 1Gbit/s inside", "parameters": "by link"}
-    for bits in (32, 16, 8, 4):
-        training = Training(rank, bits="by link", **options)
-        plan = plan_of(training, bits, 32)
-        by_nodes = tuple(replace(layer, by_nodes=True) for layer in plan.layers)
-        plan = replace(plan, layers=by_nodes, ranks=WORLD, node=NODE, inside=Link(1e9, 0.0))
-        training.state.by_link.adopt(plan)
-        training.backward()
-        got = training.gradients()
-        errors = {n: float((got[n] - g).norm() / g.norm()) for n, g in wanted.items()}
-        training.backward(nan_on=1)
-        nans = {n: float(g.isnan().float().mean()) for n, g in training.gradients().items()}
-        found[bits] = {"errors": errors, "nans": nans}
-    return found
+
+    def plan(training: Training, bits: int) -> LinkPlan:
+        found = plan_of(training, bits, 32)
+        by_nodes = tuple(replace(layer, by_nodes=True) for layer in found.layers)
+        return replace(found, layers=by_nodes, node=NODE, inside=Link(1e9, 0.0))
+
+    return by_bits(rank, plan, group_size=NODE, link="1Mbit/s between; 1Gbit/s inside")
 
 
 def resumed(rank: int, world: int) -> bool:
@@ -184,25 +162,12 @@ def test_the_sum_is_that_of_the_definition(results: list[dict[str, Any]], case: 
     """Ranks of a node are added as bf16 in float32; the nodes' sums share a scale for each layer of each shard."""
     of_nodes = []
     for node in range(WORLD // NODE):
-        of_ranks = [rows_of(node * NODE + k, case).bfloat16().float() for k in range(NODE)]
+        of_ranks = [rows_of(node * NODE + k, WORLD, LAYERS, case).bfloat16().float() for k in range(NODE)]
         of_nodes.append((of_ranks[0] + of_ranks[1]).numpy())
     for rank, found in enumerate(r["raw"][case] for r in results):
         for got, layer in zip(found.split(list(LAYERS)), np.cumsum(LAYERS), strict=True):
             parts = [rows[rank, layer - len(got) : layer] for rows in of_nodes]
-            np.testing.assert_array_equal(got.numpy(), sum_of_codes(parts))
-
-
-def sum_of_codes(parts: list[np.ndarray]) -> np.ndarray:
-    if not parts[0].size or not all(np.isfinite(p).all() for p in parts):
-        return np.full(parts[0].shape, np.nan, dtype=np.float32)
-    shared = shared_exponent(parts, 1)
-    if shared is None:
-        return np.zeros(parts[0].shape, dtype=np.float32)
-    t = wire_of("1-4-3").top - shared
-    total = np.zeros(parts[0].shape, dtype=np.float32)
-    for p in parts:
-        total = total + rounded(ldexp(p, t), "1-4-3")
-    return ldexp(total, -t)
+            np.testing.assert_array_equal(got.numpy(), sum_of_codes(parts, "1-4-3"))
 
 
 def test_gathers_by_nodes_give_the_same_weights_and_enter_a_node_once(results: list[dict[str, Any]]) -> None:
@@ -232,10 +197,7 @@ def test_the_plan_follows_both_links_and_counts_what_leaves_a_node(results: list
 def test_gradients_by_nodes_are_fsdps_but_for_roundings_in_each_width(results: list[dict[str, Any]]) -> None:
     """16 bits are rounded twice: each rank's gradient, and the sums of nodes."""
     for rank in results:
-        for bits, least, most in ((32, 0, 1e-6), (16, 2**-11, 2**-7), (8, 2**-7, 2**-4), (4, 2**-5, 2**-2)):
-            errors = rank["in_bits"][bits]["errors"].values()
-            assert all(least <= error < most for error in errors), (bits, errors)
-            assert set(rank["in_bits"][bits]["nans"].values()) == {1.0}
+        check_bits(rank["in_bits"], {32: (0, 1e-6), 16: (2**-11, 2**-7), 8: (2**-7, 2**-4), 4: (2**-5, 2**-2)})
 
 
 def test_a_run_goes_on_bit_for_bit(results: list[dict[str, Any]]) -> None:
