@@ -17,12 +17,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.ir.operators import Moves, moving_as
+from fxprec.ir.operators import Moves, Trait, having, moving_as
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.passes.analysis import ops, regions
 from fxprec.passes.analysis.joint import (
     input_at,
     is_backward,
+    made_by,
     numel_hint,
     operator_of,
     readers,
@@ -35,6 +36,7 @@ from fxprec.passes.base import Pass, Work
 from fxprec.passes.compute_high import UNREAD
 from fxprec.passes.sites import emit, emit_on, replace_node
 
+_STATISTICS = having(Trait.SUMS) | {torch.ops.aten.var_mean.correction}
 _SUB, _MEAN = torch.ops.aten.sub.Tensor, torch.ops.aten.mean.dim
 LESS_MEAN = f"{UNREAD}: backward reads its difference from its mean, which is stored"
 # Any two chains of these views from one value to one shape show the same tensor.
@@ -70,7 +72,7 @@ def _move(work: Work, q: Node, cast: Quantize) -> bool:
     for mean in means:
         replace_node(mean, _mean_in_forward(cast.x, mean))
     found = [user for _, user in readers(read)]
-    centred = _in_forward(cast.x, found)
+    centred = _in_forward(cast.x, found, set(work.book.values.values()))
     if centred is None:
         return False
     copy = _copy_of(centred)
@@ -152,18 +154,22 @@ def _is_centring(user: Node, read: Node, means: Collection[Node] = ()) -> bool:
     return is_known and numel_hint(tensor_of(mean)) < numel_hint(tensor_of(read))
 
 
-def _in_forward(x: Node, wanted: list[Node]) -> Node | None:
+def _in_forward(x: Node, wanted: list[Node], counted: Collection[Node]) -> Node | None:
     """Return the forward subtraction that all backward nodes in ``wanted`` repeat; None if they are not the same.
 
-    If forward has none, it is added.
+    If forward has none, it is added. If it has several, as two norms of one tensor make, the first one takes the place
+    of the others that have no site of their own (``counted`` have one).
     """
     if not wanted or not all(_is_same(wanted[0], other) for other in wanted):
         return None
-    for read, reader in readers(x):
-        if is_backward(reader) or regions.is_marked(reader) or not _is_centring(reader, read):
-            continue
-        if _is_same(reader, wanted[0]):
-            return reader
+    ours = [(part, user) for part, user in readers(x) if not (is_backward(user) or regions.is_marked(user))]
+    found = [user for part, user in ours if _is_centring(user, part) and _is_same(user, wanted[0])]
+    if found:
+        first = min(found)
+        for other in found:
+            if other is not first and other not in counted:
+                replace_node(other, first)
+        return first
     part, mean = wanted[0].all_input_nodes
     part, mean = _shown_in_forward(x, part), _shown_in_forward(_of_any_shape(mean), mean)
     with x.graph.inserting_after(max(part, mean)):
@@ -177,7 +183,23 @@ def _is_same(a: Node, b: Node) -> bool:
     seen_a, seen_b = (_views(n.all_input_nodes[0]) for n in (a, b))
     mean_a, mean_b = (n.all_input_nodes[1] for n in (a, b))
     is_one_shape = same_shape(tensor_of(mean_a), tensor_of(mean_b))
-    return seen_a == seen_b and is_one_shape and _of_any_shape(mean_a) is _of_any_shape(mean_b)
+    return seen_a == seen_b and is_one_shape and _is_same_mean(_of_any_shape(mean_a), _of_any_shape(mean_b))
+
+
+def _is_same_mean(a: Node, b: Node) -> bool:
+    """Return whether two nodes compute the same statistic of one tensor, as those of two norms of it do."""
+    if a is b:
+        return True
+    (x, of_a), (y, of_b) = shown(a, _is_of_statistic), shown(b, _is_of_statistic)
+    return x is y and len(of_a) == len(of_b) and all(_is_same_call(m, n) for m, n in zip(of_a, of_b, strict=True))
+
+
+def _is_of_statistic(node: Node) -> bool:
+    return node.target in _STATISTICS or made_by(node).target in _STATISTICS or _is_listed(node)
+
+
+def _is_same_call(a: Node, b: Node) -> bool:
+    return (a.target, a.args[1:], a.kwargs) == (b.target, b.args[1:], b.kwargs)
 
 
 def _views(node: Node) -> list[tuple[object, ...]]:

@@ -82,6 +82,18 @@ def test_what_the_backward_of_a_deviation_reads_is_stored_once_less_its_mean(
     assert not [n for n in backward if any(Dequantize.match(a) for a in n.all_input_nodes)]
 
 
+def test_two_norms_of_one_tensor_subtract_one_mean() -> None:
+    def model(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        h = F.conv2d(x, w)
+        return F.layer_norm(h, (4, 4), a).relu() * F.layer_norm(h, (4, 4), b).sigmoid()
+
+    factors = [torch.randn(4, 4, requires_grad=True) for _ in range(2)]
+    ran = run_pass(NAME, model, IMAGES, torch.randn(8, 3, 3, 3, requires_grad=True), *factors)
+    assert stored(ran)["convolution"] == "sub.Tensor"
+    assert "1 tensor is stored less its mean, which is what backward reads" in ran.work.remarks
+    assert len([n for n in ran.nodes(SUB) if not is_backward(n)]) == 1, "both results are computed from what is stored"
+
+
 MODELS: dict[str, Callable[[Tensor], Tensor]] = {
     "read otherwise too": lambda h: F.batch_norm(h, None, None, training=True) + h.square(),
     "no mean": lambda h: F.rms_norm(h, (4, 4)).relu(),
