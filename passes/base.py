@@ -97,7 +97,7 @@ class Work:
     peak_part: BudgetPart = field(default_factory=BudgetPart)  # of a peak budget that several graphs share
     plan = Filled[Plan]("write-plan")
     scales: ScaleGraph | None = None  # carry-scales, keep-signs, scale-copies; None: nothing has a scale
-    unscaled: set[int] = field(default_factory=set)  # keep-signs: rows kept beyond a bound other than 0: no scale
+    unscaled: set[int] = field(default_factory=set)  # keep-signs: rows kept beyond a bound near 0: no scale
     remarks: list[str] = field(default_factory=list)  # notes for the plan; nothing that the user asked for is missing
     notices: list[Notice] = field(default_factory=list)
     facts: list[Notice] = field(default_factory=list)  # what the machine lacks, and what is done instead

@@ -5,8 +5,9 @@ of activations of rms 0.1 would lose their gradient. Such values are stored as t
 instead; the error is too small to change a sum. The same holds for the operand of `abs`, whose gradient has the
 operand's sign.
 
-Bounds other than 0 are kept in the same way, in copies without a scale. A ReLU6 has no gradient from 6 on, and e4m3fn
-rounds 5.75 to 6, so 5.75 is stored as 5.5. bfloat16 rounds 5.99 to 6.
+Bounds other than 0 are kept in the same way. A ReLU6 has no gradient from 6 on, and e4m3fn rounds 5.75 to 6, so 5.75 is
+stored as 5.5. bfloat16 rounds 5.99 to 6. The numbers beside a bound are the same at each power-of-two scale, as long as
+the scaled bound is a normal number. A copy with a smaller bound has no scale.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fxprec.passes.analysis.joint import is_backward, tensor_of
 from fxprec.passes.analysis.signs import TESTS_ABOVE, TESTS_BELOW
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.sites import emit, emit_call
-from fxprec.plan.scales import ScaleGraph, Slot
+from fxprec.plan.scales import DOWN_EXP, ScaleGraph, Slot
 
 _AT_LEAST, _AT_MOST = ops.aten.clamp_min.default, ops.aten.clamp_max.default
 
@@ -44,10 +45,15 @@ class KeepSigns(Pass):
             rounds_to_0 = not parse(cast.format).has_float32_range
             bounds = {known for read in _decodes(q) for known in signs.bounds(read) if known[1] or rounds_to_0}
             if any(bound for _, bound in bounds):
-                work.unscaled.add(cast.row)
-                _keep_signs(work.joint.graph, q, cast, bounds)
-            elif bounds:
-                _keep_sign_of_scale(work, q, cast, {target for target, _ in bounds})
+                cast = _keep_signs(work.joint.graph, q, cast, bounds)
+                if any(bound and not _is_normal_at_all_scales(parse(cast.format), bound) for _, bound in bounds):
+                    work.unscaled.add(cast.row)
+            if any(not bound for _, bound in bounds):
+                _keep_sign_of_scale(work, q, cast, {target for target, bound in bounds if not bound})
+
+
+def _is_normal_at_all_scales(fmt: Format, bound: float) -> bool:
+    return math.ldexp(abs(bound), -DOWN_EXP) >= fmt.smallest_normal
 
 
 def _decodes(q: Node) -> list[Node]:
@@ -82,14 +88,17 @@ def _of_scale(graph: Graph, number: float, like: Rescale) -> Node:
     return emit_call(graph, replace(like, g=constant), like.g, val=val)
 
 
-def _keep_signs(graph: Graph, q: Node, cast: Quantize, bounds: Set[tuple[object, float]]) -> None:
+def _keep_signs(graph: Graph, q: Node, cast: Quantize, bounds: Set[tuple[object, float]]) -> Quantize:
+    """Keep the operand of a cast beyond all bounds but 0, and return the cast of what is kept."""
     fmt, x = parse(cast.format), cast.x
     with graph.inserting_before(q):
         for tests, is_beyond in ((TESTS_ABOVE, ops.aten.gt.Scalar), (TESTS_BELOW, ops.aten.lt.Scalar)):
             for bound in sorted({bound for target, bound in bounds if target in tests}):
-                if abs(bound) < fmt.largest:
+                if 0 < abs(bound) < fmt.largest:
                     x = _kept_beyond(graph, x, is_beyond, bound, fmt)
-    q.args = replace(cast, x=x).args
+    kept = replace(cast, x=x)
+    q.args = kept.args
+    return kept
 
 
 def _kept_beyond(graph: Graph, x: Node, is_beyond: Callable[..., Any], bound: float, fmt: Format) -> Node:

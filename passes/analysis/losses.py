@@ -8,12 +8,13 @@ they read in float32; these values keep their own dtype likewise. They are few.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch.fx import Node
 
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import JointGraph, factors_of, tensor_of
+from fxprec.passes.analysis.operators import Operators
 
 _LAYER, _LOSS = "layer", "loss"
 
@@ -35,6 +36,22 @@ def leading_to_loss(joint: JointGraph) -> frozenset[Node]:
         elif _LOSS in found or node in losses:
             ends[node] = _LOSS
     return frozenset(node for node, end in ends.items() if end == _LOSS)
+
+
+def shared_with_loss(operators: Operators, in_loss: Collection[Node]) -> frozenset[Node]:
+    """Return the values that a layer reads and that a loss's own backward reads too.
+
+    ``in_loss`` are the values that lead to a loss alone. An operator whose results are all of these is part of a loss,
+    unless it is a layer.
+    """
+    weights = _weights(operators.joint)
+    found: set[Node] = set()
+    for op in operators.all:
+        is_in_loss = bool(op.outputs) and all(out in in_loss for out in op.outputs)
+        if is_in_loss and not any(_is_layer(node, weights) for node in op.nodes):
+            read = {n for node in op.backward for n in node.all_input_nodes if not operators.joint.in_backward(n)}
+            found |= {operators.base(n) for n in read}
+    return frozenset(found.difference(in_loss))
 
 
 def _is_layer(node: Node, weights: frozenset[Node]) -> bool:

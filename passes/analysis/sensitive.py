@@ -23,7 +23,7 @@ from fxprec.ir.operators import HighReason, Trait, column, having
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.joint import argument, has_tag, is_backward, numel_hint, readers, tensor_of, value
-from fxprec.passes.analysis.losses import leading_to_loss
+from fxprec.passes.analysis.losses import leading_to_loss, shared_with_loss
 from fxprec.passes.analysis.operators import Operator, Operators
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.plan.lines import named
@@ -50,6 +50,9 @@ COMPARED = HighReason(
 SUBTRACTED = HighReason(
     "backward subtracts it from another value, as a loss of two features does: if they are nearly equal, the rounding "
     "errors of 8 bits are larger than the difference"
+)
+SHARED = HighReason(
+    "a loss's backward reads it: near convergence the loss's gradient is a small difference of such values"
 )
 LOSS = HighReason(
     "only the loss is computed from it, whose gradient near convergence is a small difference of such values",
@@ -80,6 +83,7 @@ class _Reasons:
         self.exponentiated, self.compared = _exponentiated(operators), _compared(operators)
         self.subtracted = _subtracted(operators, self.of_gradients)
         self.in_loss = leading_to_loss(operators.joint)
+        self.shared = shared_with_loss(operators, self.in_loss)
         self.operands: dict[Node, list[HighReason]] = defaultdict(list)
         for op in reversed(operators.all):
             if (entry := _entry(OPERANDS, op)) is not None:
@@ -97,7 +101,9 @@ class _Reasons:
         if node in self.exponentiated:
             yield EXPONENTIATED
         if node in self.subtracted:
-            yield SUBTRACTED
+            yield _whole_input(SUBTRACTED, node)
+        if node in self.shared:
+            yield _whole_input(SHARED, node)
         yield from self.operands.get(node, ())
         op = self.operators.of_node.get(node)
         if op is not None and node in op.outputs and (entry := _entry(RESULTS, op)) is not None:
@@ -120,6 +126,11 @@ def _names(op: Operator) -> tuple[str, str]:
 def _is_meant(entry: HighReason, operand: Node) -> bool:
     val = value(operand)
     return entry.last_size is None or (val is not None and val.ndim > 0 and val.shape[-1] == entry.last_size)
+
+
+def _whole_input(reason: HighReason, node: Node) -> HighReason:
+    """Return the reason, for an input in the input's own dtype: the input itself is there in backward for nothing."""
+    return replace(reason, as_it_is=True) if node.op == "placeholder" else reason
 
 
 def _named(reason: HighReason, op: Operator) -> HighReason:

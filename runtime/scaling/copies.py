@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxprec.numerics.formats import Format, parse
-from fxprec.plan.scales import ScaleGraph
+from fxprec.plan.scales import DOWN_EXP, ScaleGraph
 from fxprec.runtime.scaling.estimates import floor_log2
 from fxprec.runtime.scaling.keeper import AT_ONCE_ABOVE
 from fxprec.runtime.scaling.solver import HEADROOM_EXP
@@ -29,8 +29,6 @@ LOOK_AGAIN = 100
 """Steps after which scales are tried again for a tensor that was 0 at all scales."""
 LOWERED_EXP = 8
 """Least number of binades by which an overflowing copy's scale is lowered, because its true amax is not known."""
-DOWN_EXP = 3
-"""Binades by which a copy with outliers is scaled down: e4m3fn's normal numbers then reach from 0.125 to 3,584."""
 SLACK_EXP = 2
 """Binades by which a scale may be too small before it changes."""
 WIDE_EXP = 12

@@ -24,12 +24,12 @@ def between_linears(activation: nn.Module) -> nn.Module:
 
 
 def guarded(activation: nn.Module, **options: object) -> list[object]:
-    """What is stored in another way than by rounding alone: the bounds, by operator that sets them."""
+    """What is stored in another way than by rounding alone: the bounds, those at a copy's scale last."""
     ran = run_pass(NAME, between_linears(activation), torch.randn(8, 16), recipe="fp8", low_ratio=1.0, **options)
-    values = [cast.x for _, cast in Quantize.among(Quantize.nodes(ran.graph))]
-    kept = [x.args[1] for x in values if x.target is torch.ops.aten.where.self and x not in ran.before.nodes]
+    wheres = [node for node in ran.graph.nodes if node.target is torch.ops.aten.where.self]
+    kept = [node.args[1] for node in wheres if node.name not in {old.name for old in ran.before.nodes}]
     constants = [node.args[1] for node in kept if node.target in CLAMPS]
-    of_scales = [Rescale.of(node.args[1]).g.args[1] for node in kept if node.target is torch.ops.aten.where.self]
+    of_scales = [Rescale.of(node).g.args[1] for node in kept if Rescale.match(node) is not None]
     return constants + of_scales
 
 
@@ -63,7 +63,7 @@ def test_other_copies_are_only_rounded(activation):
 
 
 def test_what_is_compared_with_another_bound_stays_beyond_it():
-    assert guarded(nn.ReLU6()) == [5.5], "below 6; what is above 0 is clamped first"
+    assert guarded(nn.ReLU6()) == [5.5, SMALLEST], "below 6, and above 0 at the copy's scale"
 
 
 def test_a_copy_that_waits_in_host_memory_keeps_its_signs(monkeypatch: pytest.MonkeyPatch):
@@ -102,6 +102,27 @@ def test_no_gradient_is_masked_that_was_not_nor_the_other_way(name, recipe):
     is_stored = x.abs() > 2**-8  # of less the square is 0 in e4m3fn
     assert torch.equal((stored.grad == 0)[is_stored], (wanted.grad == 0)[is_stored])
     assert (stored.grad - wanted.grad).norm() <= 2**-4 * wanted.grad.norm()
+
+
+@pytest.mark.parametrize(("largest", "outliers", "exponent"), [(3.9, 3.9, 4), (7.9, 900.0, -3)])
+@pytest.mark.parametrize("name", ["hardtanh", "threshold"])
+def test_no_gradient_is_masked_at_other_scales(name, largest, outliers, exponent):
+    """The copy that the square's backward reads is compared too."""
+    x = torch.linspace(-largest, largest, 1 << 18).view(512, 512)
+    x[-1] *= outliers / largest
+    stored, wanted = x.clone().requires_grad_(), x.clone().requires_grad_()
+
+    def function(x):
+        x = x * 1.01
+        return BOUNDED[name](x) + 1e-5 * x.square()
+
+    ours = compiled(function, backend := eager_backend("fp8", low_ratio=1.0))
+    for _ in range(4):
+        stored.grad = None
+        ours(stored).sum().backward()
+    function(wanted).sum().backward()
+    assert [row["scale_exponent"] for row in backend.stats() if row["format"] == "e4m3fn"] == [exponent]
+    assert torch.equal(stored.grad > 0.5, wanted.grad > 0.5)
 
 
 @pytest.mark.parametrize("name", ["e4m3fn", "e5m2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,6 +62,14 @@ def test_what_a_backward_of_the_models_own_computes_from_a_value_counts_as_its_r
         assert plan.notes == ()
 
 
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mse": F.mse_loss,
+    "cosine": lambda h, taught: 1 - F.cosine_similarity(h, taught).mean(),
+    "normalized": lambda h, taught: 2 - 2 * (F.normalize(h) * F.normalize(taught)).sum(-1).mean(),
+    "logits": lambda h, taught: F.binary_cross_entropy_with_logits(h, taught.sigmoid()),
+}
+
+
 class Nearby(nn.Module):
     """A loss of features that another layer reads too: of their difference from a teacher's, or of both directions."""
 
@@ -76,14 +85,14 @@ class Nearby(nn.Module):
         with torch.no_grad():
             taught = self.teacher(x)
         other = self.leave(F.gelu(h)).square().mean() / 1000
-        if self.kind == "loss":
-            return F.mse_loss(h, taught) + other
+        if self.kind in LOSSES:
+            return LOSSES[self.kind](h, taught) + other
         h = h.view(16, 4, 64)
         return (F.silu(h.flip(1)) + F.silu(h)).square().mean() + other
 
 
 @pytest.mark.parametrize("budget", [None, "92%"])
-@pytest.mark.parametrize("kind", ["loss", "flip"])
+@pytest.mark.parametrize("kind", [*LOSSES, "flip"])
 def test_a_difference_of_nearly_equal_values_has_the_error_of_16_bits(kind: str, budget: str | None) -> None:
     torch.manual_seed(0)
     model, x = Nearby(kind), torch.randn(64, 16)
@@ -100,6 +109,50 @@ def test_a_difference_of_nearly_equal_values_has_the_error_of_16_bits(kind: str,
         }
     for name, error in errors["fp8"].items():
         assert error < errors["bf16"][name] + 0.05, name
+
+
+class Residual(nn.Module):
+    """An autoencoder whose output is its input, nearly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(x + 0.01 * self.layers(x), x)
+
+
+@pytest.mark.parametrize("budget", [None, "92%"])
+def test_an_input_that_the_loss_reads_too_keeps_its_own_dtype(budget: str | None) -> None:
+    torch.manual_seed(0)
+    model, x = Residual(), torch.randn(64, 16)
+    model(x).backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    budgets = {} if budget is None else {"peak_budget": budget}
+    compiled(model, backend := eager_backend("fp8", low_ratio=None, **budgets))(x).backward()
+    for name, g in gradients(model).items():
+        assert float((g - wanted[name]).norm() / wanted[name].norm()) < 0.05, name
+    (plan,) = backend.plans
+    assert next(site for site in plan.sites if site.tensor == "x").format == "fp32"
+
+
+def test_a_layer_that_the_loss_only_passes_through_keeps_its_8_bits() -> None:
+    """The last sum of a residual stream leads to the loss; its backward reads neither summand."""
+
+    class Stream(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.more = nn.Linear(16, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = F.gelu(self.enter(x))
+            return (h + self.more(h)).square().mean()
+
+    compiled(Stream(), backend := eager_backend("fp8", low_ratio=1.0))(torch.randn(64, 16)).backward()
+    (plan,) = backend.plans
+    assert not any("a loss's backward reads it" in site.why for site in plan.sites)
+    assert next(site for site in plan.sites if site.tensor == "addmm").format == "e4m3fn"
 
 
 class Deltas(nn.Module):

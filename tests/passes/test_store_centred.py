@@ -54,10 +54,52 @@ def test_the_copy_stands_behind_the_subtraction(norm: nn.Module) -> None:
     assert "1 tensor is stored less its mean, which is what backward reads" in ran.work.remarks
 
 
+def by_hand(h: Tensor) -> Tensor:
+    """A layer norm as models write it out: the backward of ``std`` computes the mean anew."""
+    return (h - h.mean(-1, keepdim=True)) / (h.std(-1, keepdim=True) + 1e-5)
+
+
+def by_variance(h: Tensor) -> Tensor:
+    return (h - h.mean(-1, keepdim=True)) * torch.rsqrt(h.var(-1, keepdim=True, correction=0) + 1e-5)
+
+
+def deviations(h: Tensor) -> Tensor:
+    """Forward computes neither the mean nor the difference."""
+    return h.std(-1) + h.var(-1)
+
+
+@pytest.mark.parametrize("function", [by_hand, by_variance, deviations])
+def test_what_the_backward_of_a_deviation_reads_is_stored_once_less_its_mean(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    weight = torch.randn(8, 3, 3, 3, requires_grad=True)
+    ran = run_pass(NAME, lambda x, w: function(F.conv2d(x, w)).square(), IMAGES, weight)
+    made = [c.x for q, c in Quantize.among(Quantize.nodes(ran.graph)) if not is_backward(q)]
+    assert [x.target for x in made if x.meta["val"].shape == (4, 8, 4, 4)].count(SUB) == 1
+    means = [n for n in ran.nodes(torch.ops.aten.mean.dim) if not is_backward(n)]
+    assert len(means) == 1
+    backward = [n for n in ran.graph.nodes if is_backward(n) and n.target in (SUB, torch.ops.aten.mean.dim)]
+    assert not [n for n in backward if any(Dequantize.match(a) for a in n.all_input_nodes)]
+
+
+def test_two_norms_of_one_tensor_subtract_one_mean() -> None:
+    def model(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        h = F.conv2d(x, w)
+        return F.layer_norm(h, (4, 4), a).relu() * F.layer_norm(h, (4, 4), b).sigmoid()
+
+    factors = [torch.randn(4, 4, requires_grad=True) for _ in range(2)]
+    ran = run_pass(NAME, model, IMAGES, torch.randn(8, 3, 3, 3, requires_grad=True), *factors)
+    assert stored(ran)["convolution"] == "sub.Tensor"
+    assert "1 tensor is stored less its mean, which is what backward reads" in ran.work.remarks
+    assert len([n for n in ran.nodes(SUB) if not is_backward(n)]) == 1, "both results are computed from what is stored"
+
+
 MODELS: dict[str, Callable[[Tensor], Tensor]] = {
     "read otherwise too": lambda h: F.batch_norm(h, None, None, training=True) + h.square(),
     "no mean": lambda h: F.rms_norm(h, (4, 4)).relu(),
     "of one size": lambda h: (h - h.flip(0)).square(),
+    "a deviation of what is read otherwise too": lambda h: h.std(-1, keepdim=True) * h,
+    "deviations over different dimensions": lambda h: h.std(-1, keepdim=True) * h.std(1, keepdim=True),
     "group norm, whose backward reads it whole": lambda h: F.group_norm(h, 2).relu(),
 }
 
@@ -85,11 +127,14 @@ def test_evaluation_is_left_alone() -> None:
         assert run_pass(NAME, Normed(nn.BatchNorm2d(8)), IMAGES).is_unchanged()
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d(32), nn.LayerNorm(32)], ids=lambda n: type(n).__name__)
-def test_a_large_mean_does_not_drown_the_gradient(norm: nn.Module) -> None:
+NORMS = {"batch": nn.BatchNorm1d(32), "layer": nn.LayerNorm(32), "by hand": by_hand, "by variance": by_variance}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_large_mean_does_not_drown_the_gradient(name: str) -> None:
     """30 deviations; the error is that of a mean of 0 (some 0.15 of the gradient, of 8 rows), and was above 1."""
     torch.manual_seed(0)
-    layer, x = nn.Linear(16, 32), torch.randn(8, 16)
+    norm, layer, x = NORMS[name], nn.Linear(16, 32), torch.randn(8, 16)
 
     def model(x: Tensor) -> Tensor:
         return F.gelu(norm(layer(x) + 20))
