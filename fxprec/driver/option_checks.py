@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx import GraphModule
@@ -132,7 +132,10 @@ def _tell(notices: Sequence[Notice | None], log: EventLog) -> None:
             log.notice(notice)
 
 
-_WITHOUT_CUDA_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+_WITHOUT_CUDA_GRAPHS: dict[str, Literal["default", "max-autotune-no-cudagraphs"]] = {
+    "reduce-overhead": "default",
+    "max-autotune": "max-autotune-no-cudagraphs",
+}
 
 
 def _without_cuda_graphs(device: torch.device, settings: Settings) -> tuple[Settings, Notice | None]:
