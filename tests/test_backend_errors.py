@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxprec
-from fxprec.driver import capture
+from fxprec.driver import capture, option_checks
 from fxprec.driver.interpreter import interpreted
 
 
@@ -97,6 +97,7 @@ def test_a_mode_sets_inductors_config_while_it_compiles(monkeypatch) -> None:
         return interpreted(gm)
 
     monkeypatch.setattr(fxprec.compat, "compile_fx_inner", compile_nothing)
+    monkeypatch.setattr(option_checks, "_WITHOUT_CUDA_GRAPHS", {})  # as on a GPU
     for kwargs in ({"mode": "reduce-overhead"}, {"options": {"mode": "max-autotune-no-cudagraphs"}}, {}):
         torch.compiler.reset()
         compiled = torch.compile(mlp(), backend="fxprec", **kwargs)

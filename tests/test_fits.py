@@ -264,6 +264,7 @@ def test_the_command_says_no_and_why_as_json() -> None:
         ("t.py:make --gpu 1GiB --momentum 0.9", "--momentum is of sgd, and --optimizer is adamw; leave --momentum out"),
         ("t.py:make --gpu 1GiB --states int4", "unknown states of group 0 'int4'"),
         ("t.py:make --gpu 1GiB --max-norm 0", "max_norm of group 0 is 0.0, out of range; give it a number above 0"),
+        ("t.py:make --gpu 1GiB --norm last", "--norm last says which norm clips, and --max-norm is not given; give"),
         ("t.py:frozen --gpu 1GiB", "no parameter requires a gradient"),
     ],
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +74,28 @@ def test_a_side_that_fails_is_named_with_its_error(here: Path, capsys: pytest.Ca
     error = capsys.readouterr().err
     assert "inductor: Sequential does not run on its batch, uncompiled either" in error
     assert error.count("\n") == 1
+
+
+def test_a_budget_out_of_one_sides_reach_leaves_the_others(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What had been measured before was thrown away."""
+
+    def measured(target: str, side: str, options: Sequence[str]) -> dict[str, Any]:
+        if side in ("bf16", "fp32"):
+            raise ConfigError(f"{side}: peak_budget is out of reach")
+        return {"side": side}
+
+    monkeypatch.setattr("fxprec.commands.measure._in_a_process", measured)
+    asked = ("measure", "t.py:make", "--sides", "inductor,bf16,fp8,fp32", "--json")
+    assert run(*asked, "--peak-budget", "60%") == 2
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert [row["side"] for row in found["rows"]] == ["inductor", "fp8"]
+    assert found["failed"]["bf16"] == "bf16: peak_budget is out of reach"
+    assert "not measured: bf16, fp32, as said above; the other sides were" in printed.err
+    assert run(*asked) == 2
+    assert capsys.readouterr().err.endswith("error: bf16: peak_budget is out of reach\n")
 
 
 @pytest.mark.inductor

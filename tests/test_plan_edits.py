@@ -13,6 +13,7 @@ import torch
 from backend_helpers import eager_backend, mlp
 
 import fxprec
+from fxprec.config.recipes import find_recipe
 
 Data = dict[str, Any]
 
@@ -174,7 +175,8 @@ def test_a_format_without_a_dtype_is_refused_in_native_storage(saved: Data, foll
     assert followed(edit, storage="packed").sites[0].format == "1-5-2"
     path = tmp_path / "hfp8.json"
     plan_of(recipe="hfp8", storage="packed", low_ratio=0.6).save(path)
-    with pytest.raises(fxprec.PlanError, match=r"is '1-\d-\d\+?\d?', which torch has no dtype for"):
+    told = pytest.warns(fxprec.FxprecWarning, match="recipe='fp8' is not that of the plan given, 'hfp8'")
+    with told, pytest.raises(fxprec.PlanError, match=r"is '1-\d-\d\+?\d?', which torch has no dtype for"):
         plan_of(plan=str(path), storage="native")
 
 
@@ -236,3 +238,29 @@ def test_no_reason_is_read_as_data(saved: Data, followed: Any) -> None:
     plan = followed(reworded)
     assert [s.id for s in plan.sites if s.is_unread] == unread
     assert {s.id: s.format for s in plan.sites} == {s["id"]: s["format"] for s in saved["sites"]}
+
+
+def test_a_plan_brings_its_recipe_and_its_storage(saved: Data, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(saved))
+    backend = fxprec.Backend(fxprec.Config(plan=path, lowering="eager", strict=True))
+    assert (backend.config.recipe, backend.config.storage) == (find_recipe("fp8"), None)
+    packed = plan_of(recipe="hfp8", storage="packed")
+    packed.save(path)
+    backend = fxprec.Backend(fxprec.Config(plan=path, lowering="eager", strict=True))
+    torch.compiler.reset()
+    torch.compile(mlp(), backend=backend)(torch.randn(4, 16)).square().mean().backward()
+    followed = backend.plans[0]
+    assert (followed.recipe, followed.storage) == (packed.recipe, "packed")
+    assert [s.format for s in followed.sites] == [s.format for s in packed.sites]
+
+
+def test_a_recipe_that_is_not_the_plans_is_told(saved: Data, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(saved))
+    words = (
+        "^recipe='fp16' is not that of the plan given, 'fp8': the plan's formats are followed, and all else .* leave"
+    )
+    with pytest.warns(fxprec.FxprecWarning) as told:
+        plan_of(recipe="fp16", storage="native", plan=str(path))
+    assert re.search(words, str(told[0].message))

@@ -110,3 +110,23 @@ def test_an_unknown_gpu_is_refused(plan) -> None:
     refused = CliRunner().invoke(app, ["predict", str(plan[1]), "--gpu", "h10"])
     assert refused.exit_code
     assert "no figures; did you mean 'h100'?; there are h200, h100" in str(refused.exception) + refused.output
+
+
+def test_a_dump_folder_is_taken(plan, tmp_path: Path) -> None:
+    for graph in ("graph-0", "graph-1"):
+        (tmp_path / graph).mkdir()
+        plan[0].save(tmp_path / graph / "plan.json")
+    wanted = CliRunner().invoke(app, ["predict", str(plan[1]), "--gpu", "h100", "--json"]).output
+    assert CliRunner().invoke(app, ["predict", str(tmp_path / "graph-0"), "--gpu", "h100", "--json"]).output == wanted
+    refused = CliRunner().invoke(app, ["predict", str(tmp_path)])
+    assert "holds 2 graphs; give the folder of one, such as" in str(refused.exception)
+    (tmp_path / "graph-1" / "plan.json").unlink()
+    (tmp_path / "graph-1").rmdir()
+    assert CliRunner().invoke(app, ["predict", str(tmp_path), "--gpu", "h100", "--json"]).output == wanted
+
+
+@pytest.mark.parametrize("beside", [("--gpu", "h100"), ("--paper",)])
+def test_options_of_a_link_are_refused_where_no_link_is_predicted(plan, beside) -> None:
+    refused = CliRunner().invoke(app, ["predict", str(plan[1]), *beside, "--group-size", "2"])
+    words = f"--group-size is about gradients on a link, which {beside[0]} does not predict; leave one of them out"
+    assert words in str(refused.exception)

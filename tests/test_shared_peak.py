@@ -306,6 +306,21 @@ def test_graphs_that_save_more_than_an_activation_budget_together_are_a_warning(
         assert [event.site for event in backend.events if event.kind == "fallback"] == ["activation_budget"]
 
 
+def test_backends_that_save_more_than_an_activation_budget_together_are_told() -> None:
+    """Layers with a backend each had the budget each, and nothing said so."""
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"recipe": "fp8", "low_ratio": None, "activation_budget": "100KiB"}
+    backends = [eager_backend("native", **options) for _ in range(3)]
+    runs = [torch.compile(nn.Sequential(nn.Linear(64, 64), nn.GELU()), backend=backend) for backend in backends]
+    for run in runs:
+        run(X).sum().backward()  # one after the other: nothing waits
+    assert not [event for backend in backends for event in backend.events if event.kind == "limit"]
+    words = r"^activation_budget: it bounds what each graph saves, .*; graphs of other backends, .* save .* in the same"
+    with pytest.warns(fxprec.FxprecWarning, match=words):
+        runs[2](runs[1](runs[0](X))).sum().backward()
+    assert "activation_budget" in {event.site for backend in backends for event in backend.events}
+
+
 def test_graphs_within_an_activation_budget_together_are_not_told_of() -> None:
     model = blocks(2)
     backend = eager_backend("native", recipe="fp8", low_ratio=None, activation_budget=10**9, strict=True)

@@ -24,7 +24,9 @@ def export(
     ],
     to: Annotated[str, typer.Option(help="compressed-tensors: what vLLM and SGLang read.")] = "compressed-tensors",
     out: Annotated[Path | None, typer.Option(help="JSON file to write. Default: standard output.")] = None,
-    recipe: Annotated[str, typer.Option(help="Recipe to plan a factory with: fp8, mxfp8 or nvfp4.")] = "mxfp8",
+    recipe: Annotated[
+        str, typer.Option(help="Recipe to plan a factory with: fp8, mxfp8 or nvfp4. Default: mxfp8.")
+    ] = "",
     keep_high: Annotated[
         str, typer.Option(help="Modules to hold high when planning a factory, for instance lm_head.")
     ] = "",
@@ -53,8 +55,10 @@ def export(
 
 def _plans(target: str, recipe: str, keep_high: str, low_ratio: float | None) -> Sequence[Plan]:
     if Path(target).exists():
-        if keep_high or low_ratio is not None:
-            raise ConfigError(f"--keep-high and --low-ratio plan a factory, and {target} has its plan; leave them out")
+        if recipe or keep_high or low_ratio is not None:
+            raise ConfigError(
+                f"--recipe, --keep-high and --low-ratio plan a factory, and {target} has its plan; leave them out"
+            )
         from fxprec.report.load import plans_of
 
         return list(plans_of(Path(target)).values())
@@ -63,7 +67,7 @@ def _plans(target: str, recipe: str, keep_high: str, low_ratio: float | None) ->
     from fxprec.report.plan_taker import PlanTaker
     from fxprec.report.target import find_factory, plan_under_fakes
 
-    config = Config(recipe=recipe, keep_high=modules(keep_high), low_ratio=low_ratio, lowering="eager")
+    config = Config(recipe=recipe or "mxfp8", keep_high=modules(keep_high), low_ratio=low_ratio, lowering="eager")
     taker = PlanTaker()
     plan_under_fakes(find_factory(target), Backend(config, dump=taker), target, taker)
     for line in taker.told:

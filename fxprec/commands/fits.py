@@ -25,7 +25,9 @@ def fits(
     states: Annotated[str, typer.Option(help="How states are held: auto, float32, bf16, 8bit or 4bit.")] = "auto",
     momentum: Annotated[float, typer.Option(help="Momentum of sgd; with 0 it has no states.")] = 0.0,
     max_norm: Annotated[float | None, typer.Option(help="Clip gradients by their global norm.")] = None,
-    norm: Annotated[str, typer.Option(help="Norm that clips: last, or exact, which holds all gradients.")] = "exact",
+    norm: Annotated[
+        str, typer.Option(help="Norm that clips: last, or exact, which holds all gradients. Default: exact.")
+    ] = "",
     gradients: Annotated[
         str | None, typer.Option(help="bf16: sum gradients over backward passes until step().")
     ] = None,
@@ -49,7 +51,9 @@ def fits(
     for name, size in (("batch", batch), ("sequence", sequence)):
         if size is not None and size < 1:
             raise ConfigError(f"--{name} is {size}; give it 1 or more")
-    own = {"states": states, "max_norm": max_norm, "norm": norm, "gradients": gradients}
+    if norm and max_norm is None:
+        raise ConfigError(f"--norm {norm} says which norm clips, and --max-norm is not given; give --max-norm 1 too")
+    own = {"states": states, "max_norm": max_norm, "norm": norm or "exact", "gradients": gradients}
     options = {"recipe": recipe, "keep_high": modules(keep_high)} | given(ways=ways and names(ways))
     question = Question(find_factory(target), target, budget, _maker(optimizer, momentum, own), options)
     first = question.answer(batch, sequence)

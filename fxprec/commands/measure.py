@@ -44,18 +44,26 @@ def measure(
     ours = [side for side in asked if check_side(side, options) is not None]
     if peak_budget and not ours:
         raise ConfigError("--peak-budget is for fxprec's sides, and --sides names none; add one, such as fp8")
-    tell, rows = teller(as_json=as_json), list[dict[str, Any]]()
+    tell, rows, failed = teller(as_json=as_json), list[dict[str, Any]](), dict[str, str]()
     for side in asked:
         if len(asked) == 1 and as_json:  # as a process of the other case runs it
             rows.append(_measured(target, side, options, steps, seed))
             continue
         tell(f"{side}: compile, then {steps} steps")
         budget = ["--peak-budget", peak_budget] if peak_budget and side in ours else []
-        rows.append(_in_a_process(target, side, [*budget, "--steps", str(steps), "--seed", str(seed)]))
+        try:
+            rows.append(_in_a_process(target, side, [*budget, "--steps", str(steps), "--seed", str(seed)]))
+        except ConfigError as error:
+            if not budget or len(asked) == 1:
+                raise
+            failed[side] = str(error)  # a budget may be out of one side's reach and not of another's
+            tell(str(error))
     if as_json:
-        print_json({"target": target, "rows": rows})
-        return
-    _show(target, rows)
+        print_json({"target": target, "rows": rows, "failed": failed})
+    elif rows:
+        _show(target, rows)
+    if failed:
+        raise ConfigError(f"not measured: {', '.join(failed)}, as said above; the other sides were")
 
 
 def _measured(target: str, side: str, options: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:

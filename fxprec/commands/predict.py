@@ -21,7 +21,10 @@ FORWARD_SHARE = 1 / 3  # of a step's computation: backward computes two products
 
 
 def predict(
-    plan: Annotated[Path | None, typer.Argument(help="A plan file; its groups are the layers.")] = None,
+    context: typer.Context,
+    plan: Annotated[
+        Path | None, typer.Argument(help="A plan file or a dump folder; the plan's groups are the layers.")
+    ] = None,
     link: Annotated[str, typer.Option(help="Rate of each rank's link, for instance 200Mbit/s or 6GB/s.")] = "1Gbit/s",
     latency: Annotated[str, typer.Option(help="Latency of one message, for instance 0.2ms.")] = "0.1ms",
     world: Annotated[int, typer.Option(help="Ranks.")] = 4,
@@ -38,9 +41,10 @@ def predict(
 ) -> None:
     """Predict the step time with 32-, 16- and 8-bit gradients (Dettmers 2016, appendix A), or a step on one GPU."""
     from fxprec.console import console_for
-    from fxprec.plan import Plan
     from fxprec.runtime.aps.predict import CODINGS, Link, Way, parse_rate, parse_seconds, predict_step, verdict
 
+    if paper or gpu is not None:
+        _refuse_link_options(context, "--paper" if paper else "--gpu")
     if paper:
         print_json({"speedups": list(paper_rows())}) if as_json else console_for().print(paper_table())
         return
@@ -49,13 +53,13 @@ def predict(
     if gpu is not None:
         from fxprec.commands.predict_gpu import show
 
-        show(Plan.load(plan), gpu, as_json=as_json)
+        show(_one_plan(plan), gpu, as_json=as_json)
         return
     way = Way(world, group_size)
     seconds = parse_seconds(step)
     if not seconds:
         raise ConfigError(f"--step is {step}; give the time that a rank computes in a step, such as 300ms")
-    made = Plan.load(plan)
+    made = _one_plan(plan)
     if not any(group.elements_by_kind.grad_param for group in made.groups):
         raise ConfigError(f"{plan}: has no gradients of parameters to exchange; give the plan of a training step")
     layers = layers_of(made, seconds)
@@ -68,6 +72,29 @@ def predict(
     title = f"{world} ranks{groups}, {link}, {latency} a message: {way.steps} steps an all-reduce"
     console_for().print(_table(found, title))
     console_for().print(verdict(found))
+
+
+def _refuse_link_options(context: typer.Context, beside: str) -> None:
+    """Raise `ConfigError` if an option about a link is given beside ``beside``, which predicts no exchange."""
+    for name in ("link", "latency", "world", "group_size", "step"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag} is about gradients on a link, which {beside} does not predict; leave one of them out"
+            )
+
+
+def _one_plan(path: Path) -> Plan:
+    """Return the plan of a file or of a dump folder. Raises `ConfigError` for a dump of several graphs."""
+    from fxprec.report.load import plans_of
+
+    found = plans_of(path)
+    if len(found) > 1:
+        raise ConfigError(
+            f"{path}: holds {len(found)} graphs; give the folder of one, such as {path / next(iter(found))}"
+        )
+    return next(iter(found.values()))
 
 
 def layers_of(plan: Plan, step_seconds: float) -> list[Layer]:

@@ -21,6 +21,7 @@ from fxprec.driver.event_log import EventLog, warn_user
 from fxprec.driver.graph import PlannedGraph
 from fxprec.driver.model import LayerDispatcher, Model
 from fxprec.driver.option_checks import (
+    following,
     tell_of_gradients_within,
     tell_of_new_versions,
     tell_of_no_effect,
@@ -77,6 +78,9 @@ class Backend(Watched):
             raise ConfigError(f"config is {config!r:.80}; give fxprec.Backend a fxprec.Config(...) of these options")
         WATCH.keep(self)  # here, because Dynamo may leave a frame uncompiled before it calls the backend
         self.config = config or Config()
+        self._given_plan = given = None if self.config.plan is None else as_edited(Plan.load(self.config.plan))
+        if given is not None:
+            self.config = following(self.config, given)
         whole = byte_size("step_budget", step_budget)
         refuse_beside_step_budget(self.config, whole)
         if whole is not None:
@@ -90,7 +94,6 @@ class Backend(Watched):
         scaling = self._settings.grad_scaling
         is_dynamic = isinstance(scaling, LossScaling) and scaling.dynamic
         self._skips = StepSkipper(self._controllers, self._log.tell) if is_dynamic else None
-        given = None if self.config.plan is None else as_edited(Plan.load(self.config.plan))
         folder = dump or DumpFolder.of(self.config)
         if self.config.dump_tensors and folder is None:
             raise ConfigError("dump_tensors has no folder to write to; give dump='DIR' too")
@@ -121,7 +124,7 @@ class Backend(Watched):
     def _compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         compat.hear_resets(self)
         tell_of_new_versions(self._log)
-        tell_of_no_effect(self._settings, self._log, is_planned=self._is_planned)
+        tell_of_no_effect(self._settings, self._log, is_planned=self._is_planned, given=self._given_plan)
         if not self._is_planned or not example_inputs:
             result: Callable[..., Any] = compat.compile_fx(
                 gm, example_inputs, config_patches=compat.mode_settings(self.config.mode)

@@ -8,13 +8,15 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx import GraphModule
 
 from fxprec import compat
 from fxprec.config import Config, Settings
+from fxprec.config.contradictions import storage_in_force
+from fxprec.config.recipes import find_recipe
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.saved_state import Identity
 from fxprec.errors import ConfigError, FxprecWarning, PlanError
@@ -26,6 +28,17 @@ from fxprec.runtime.cpu import compact
 
 LOCAL = frozenset(name for name in vars(Config) if name.startswith("dump"))  # options that may differ between ranks
 MOST = 64  # ranks whose options rank 0 compares
+
+
+def following(config: Config, plan: Plan) -> Config:
+    """Return the options under which a plan file is followed: its recipe and its storage where none are given.
+
+    A recipe equal to the default counts as not given.
+    """
+    if config.recipe == Config.recipe:
+        config = replace(config, recipe=plan.recipe)
+    same = storage_in_force(config, find_recipe(config.recipe)) == plan.storage
+    return config if config.storage is not None or same else replace(config, storage=plan.storage)
 
 
 def want_whole_graphs(settings: Settings) -> None:
@@ -59,12 +72,18 @@ _OF_ROUNDING = ("low_ratio", "activation_budget")
 _OF_PLANNED_GRAPHS = ("plan", "dump", "dump_tensors", "watch_every", "verify", "on_nonfinite", "allocator")
 
 
-def tell_of_no_effect(settings: Settings, log: EventLog, *, is_planned: bool) -> None:
+def tell_of_no_effect(settings: Settings, log: EventLog, *, is_planned: bool, given: Plan | None = None) -> None:
     """Warn of options that have no effect; under ``strict`` raises `FallbackError`.
 
-    ``is_planned``: False if plain Inductor compiles the graph.
+    ``is_planned``: False if plain Inductor compiles the graph. ``given``: the plan file that is followed.
     """
     asked = settings.asked
+    if given is not None and set(given.recipe.formats) != set(settings.recipe.formats):
+        log.warn_of_loss(
+            f"recipe={settings.recipe.name!r} is not that of the plan given, {given.recipe.name!r}: the plan's formats "
+            "are followed, and all else is decided by the recipe, so other tensors are saved than the plan says; leave "
+            "recipe out, or drop plan= to plan again"
+        )
     if not settings.rounds_anything:
         why = (
             f"recipe {settings.recipe.name!r} holds everything in float32; choose a recipe with a low format, such as "
@@ -99,7 +118,8 @@ def settings_on(device: torch.device, settings: Settings, log: EventLog, *, plan
     ``plans_only``: the run makes plans only and executes nothing, so this machine's memory does not matter.
     """
     held, notice = on_device(device, settings)
-    _tell([notice, unused_processor(device, held)], log)
+    held, without = _without_cuda_graphs(device, held)
+    _tell([notice, without, unused_processor(device, held)], log)
     place_tensors(device, held, log)
     if not plans_only:
         _tell([beyond_machine(held, device)], log)
@@ -110,6 +130,26 @@ def _tell(notices: Sequence[Notice | None], log: EventLog) -> None:
     for notice in notices:
         if notice is not None:
             log.notice(notice)
+
+
+_WITHOUT_CUDA_GRAPHS: dict[str, Literal["default", "max-autotune-no-cudagraphs"]] = {
+    "reduce-overhead": "default",
+    "max-autotune": "max-autotune-no-cudagraphs",
+}
+
+
+def _without_cuda_graphs(device: torch.device, settings: Settings) -> tuple[Settings, Notice | None]:
+    """Return settings whose mode records no CUDA graphs on a CPU, and a notice if nothing of the mode is left.
+
+    For CUDA graphs Inductor moves a CPU's kernels behind each other once more, after their buffers are planned.
+    """
+    mode = settings.asked.mode
+    if device.type != "cpu" or mode not in _WITHOUT_CUDA_GRAPHS:
+        return settings, None
+    left = _WITHOUT_CUDA_GRAPHS[mode]
+    why = f"mode={mode!r} has no effect: it records CUDA graphs, and the model is on a CPU; leave it out"
+    held = replace(settings, asked=replace(settings.asked, mode=left))
+    return held, Notice("mode", why) if left == "default" else None
 
 
 def on_device(device: torch.device, settings: Settings) -> tuple[Settings, Notice | None]:

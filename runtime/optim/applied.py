@@ -15,13 +15,15 @@ class AppliedGradient(Tensor):
     """A gradient that is not kept: only its shape, dtype and device. Operators that read it raise `GradientError`."""
 
     of: str
+    by: int
+    """The id of the optimizer that stepped the parameter."""
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, name: str) -> AppliedGradient:
+    def __new__(cls, parameter: Tensor, name: str, by: int) -> AppliedGradient:
         found = Tensor._make_wrapper_subclass(
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
-        found.of = name
+        found.of, found.by = name, by
         return found
 
     __torch_function__ = compat.without_torch_function
@@ -34,13 +36,17 @@ class AppliedGradient(Tensor):
         if _reads_nothing(func):
             return args[0]
         found = next(_found(args), None)
-        way_out = _CLIP if "norm" in func._schema.name else "do not read p.grad, or compile without option optimizer"
+        way_out = _CLIP if "norm" in func._schema.name else _HOLD
         raise GradientError(
             f"the gradient of {'a parameter' if found is None else found.of} is not held: the compiled backward has "
             f"stepped the parameter already (option optimizer); {way_out}"
         )
 
 
+_HOLD = (
+    "do not read p.grad, give the optimizer gradients='bf16', which holds gradients until step(), or compile without "
+    "option optimizer"
+)
 _CLIP = (
     "to clip by the global norm, call no clip_grad_norm_ and give the optimizer max_norm= with norm='last', which "
     "clips in backward by the last step's norm, or with norm='exact', which holds gradients and clips in step()"
@@ -62,3 +68,15 @@ def _found(args: Any) -> Any:
 def is_held(gradient: Tensor | None) -> bool:
     """Return whether ``p.grad`` is a gradient that a step can apply."""
     return gradient is not None and not isinstance(gradient, AppliedGradient)
+
+
+def refuse_applied_by_another(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `GradientError` if another optimizer has stepped a parameter of this one in backward."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        gradient = parameter.grad
+        if isinstance(gradient, AppliedGradient) and gradient.by != id(optimizer):
+            raise GradientError(
+                f"this {type(optimizer).__name__} has nothing to step: the compiled backward has stepped {gradient.of} "
+                "already, by the optimizer that option optimizer has; call that optimizer's step(), or compile again "
+                "with this one"
+            )

@@ -95,9 +95,10 @@ class InBackward:
         elif self._forwards[id(parameter)] > 1:
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
         else:
-            self.optimizers.holder_of(parameter).step_one(parameter, gradient)
+            holder = self.optimizers.holder_of(parameter)
+            holder.step_one(parameter, gradient)
             self._applied.add(id(parameter))
-            parameter.grad = AppliedGradient(parameter, self._names[parameter])
+            parameter.grad = AppliedGradient(parameter, self._names[parameter], id(holder))
 
     def _at(self, tensor: Tensor) -> Parameter:
         found = self._by_address.get(tensor.data_ptr())

@@ -16,7 +16,7 @@ from torch.optim.optimizer import _use_grad_for_differentiable
 from fxprec.errors import FxprecWarning
 from fxprec.runtime import on_device
 from fxprec.runtime.optim import guards, running, scalars, sums
-from fxprec.runtime.optim.applied import is_held
+from fxprec.runtime.optim.applied import is_held, refuse_applied_by_another
 from fxprec.runtime.optim.cancelled import By, CancelledRow, CancelledSteps, Counts, History, by_layer
 from fxprec.runtime.optim.clipping import Clipping
 from fxprec.runtime.optim.held import for_state_dict, hold, hold_saved
@@ -94,7 +94,7 @@ class Stepper(Optimizer):
         """Step every parameter that has a gradient; return the closure's loss, if one is given.
 
         Raises `GradientError`, before anything is changed, if ``error_if_nonfinite`` is set and a gradient is not
-        finite; `ConfigError` for a sparse gradient.
+        finite, or if backward has stepped a parameter by another optimizer; `ConfigError` for a sparse gradient.
         """
         loss = None
         if closure is not None:
@@ -105,6 +105,7 @@ class Stepper(Optimizer):
 
     @torch.compiler.disable(reason="one kernel of our own for all parameters; tracing them takes a minute for four")
     def _step_groups(self) -> None:
+        refuse_applied_by_another(self)
         guards.check_gradients(self.param_groups)
         for group in self.param_groups:
             if group["max_norm"] is not None:

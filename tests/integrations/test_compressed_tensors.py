@@ -367,7 +367,9 @@ def test_the_command_exports_a_factory_and_its_plan_alike(tmp_path: Path, capsys
     assert not run("export", "dumped", "--out", "config.json")
     assert capsys.readouterr().out == "config.json\n"
     assert json.loads(Path("config.json").read_text()) == json.loads(printed.out)
-    assert run("export", "dumped", "--low-ratio", "0.5") == 2
-    assert "--low-ratio plan a factory, and dumped has its plan; leave them out" in capsys.readouterr().err
+    for option in (("--low-ratio", "0.5"), ("--recipe", "fp8")):
+        assert run("export", "dumped", *option) == 2
+        words = "--recipe, --keep-high and --low-ratio plan a factory, and dumped has its plan; leave them out"
+        assert words in capsys.readouterr().err
     assert run("export", "t.py:make", "--to", "gguf") == 2
     assert "--to is 'gguf'" in capsys.readouterr().err

@@ -198,12 +198,23 @@ def test_who_reads_a_gradient_that_is_not_held_is_told() -> None:
         model[0].weight.grad.norm()  # type: ignore[index,union-attr]
 
 
+def test_another_optimizer_of_the_same_parameters_is_told() -> None:
+    """Its step did nothing, and the next backward asked for the step of an optimizer that the loop no longer has."""
+    model = small()
+    optimizer, another = sgd(model), fxprec.optim.AdamW(model.parameters(), lr=0.1)
+    compiled(model, optimizer)(torch.ones(2, 16)).sum().backward()
+    words = r"this AdamW has nothing to step: .* stepped 0\.weight already, by the optimizer that option optimizer has; call"
+    with pytest.raises(GradientError, match=words):
+        another.step()
+    optimizer.step()
+
+
 def test_a_grad_scaler_is_told() -> None:
     model = small()
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(compiled(model, optimizer)(torch.ones(2, 16)).sum()).backward()
-    with pytest.raises(GradientError, match="not held"):
+    with pytest.raises(GradientError, match=r"not held.* give the optimizer gradients='bf16', which holds gradients"):
         scaler.step(optimizer)
 
 

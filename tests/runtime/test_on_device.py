@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxprec
-from fxprec.driver import backend, graph
+from fxprec.driver import backend, graph, option_checks
 from fxprec.driver.interpreter import interpreted
 from fxprec.errors import ConfigError
 from fxprec.numerics.stats import parts_of
@@ -209,6 +209,7 @@ def test_inductors_captures_call_nothing_that_refuses(monkeypatch: pytest.Monkey
     monkeypatch.setattr(graph, "refuse_capture", refuse)
     monkeypatch.setattr(backend, "refuse_capture", refuse)
     monkeypatch.setattr(fxprec.compat, "compile_fx_inner", compiled)
+    monkeypatch.setattr(option_checks, "_WITHOUT_CUDA_GRAPHS", {})  # as on a GPU
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16))
     config = fxprec.Config(recipe="hfp8", low_ratio=1.0, storage="packed", mode="reduce-overhead")
     run = torch.compile(model, backend=fxprec.Backend(config))
