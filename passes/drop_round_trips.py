@@ -52,8 +52,8 @@ def _stays_in_16_bits(work: Work, refusals: Refusals, q: Node, cast: Quantize) -
 
 
 def _converted(graph: Graph, node: Node) -> None:
-    x, dtype = node.all_input_nodes[0], node.meta["val"].dtype
-    narrow = x if x.meta["val"].dtype == dtype else _as_it_was(graph, node, x, dtype)
+    x = node.all_input_nodes[0]
+    narrow = _as_it_was(graph, node, x, node.meta["val"].dtype)
     if narrow is not None:
         replace_node(node, narrow)
 

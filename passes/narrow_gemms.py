@@ -128,6 +128,8 @@ class _Convert:
 
     def operand(self, node: Node, gemm: Node) -> Node:
         """Return ``node`` in ``dtype``; a stored copy is decoded to ``dtype`` directly."""
+        if _dtype(node) == self.dtype:
+            return node  # a conversion would count as a tensor of its own where memory is planned
         converted = self.made.get(node)
         if converted is None or gemm < converted:
             converted = self.made[node] = self._operand(node, gemm)

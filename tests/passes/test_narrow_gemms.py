@@ -109,6 +109,18 @@ def test_every_gemm_of_a_transformer_is_narrow_and_gradients_stay_right(graphs, 
     assert error < (0.02 if recipe == "bf16" else 0.3)
 
 
+def test_operands_that_are_narrow_already_are_not_converted(graphs) -> None:
+    """Attention's backward of a bf16 model reads a float32 gradient beside bf16 factors, which are views of one GEMM."""
+    torch.manual_seed(0)
+    model = CharTransformer(vocab=31, context=16, layers=1, width=32, heads=2).bfloat16()
+    compiled = torch.compile(model, backend=eager_backend("native", recipe="fp8", low_ratio=None))
+    compiled(torch.randint(0, 31, (4, 16))).float().sum().backward()
+    conversions = [n for gm in graphs for n in gm.graph.nodes if n.target is ops.CONVERT]
+    same = [n for n in conversions if n.all_input_nodes[0].meta["val"].dtype == n.meta["val"].dtype]
+    assert conversions
+    assert not same
+
+
 def test_where_a_cpu_has_no_16_bit_gemm_a_16_bit_model_computes_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     plan_on(monkeypatch, "avx512")
     model = CharTransformer(vocab=31, context=16, layers=1, width=32, heads=2).bfloat16()
