@@ -92,13 +92,19 @@ def _move(work: Work, q: Node, cast: Quantize) -> bool:
 def _stored(q: Node, cast: Quantize, read: Node, call: Dequantize, centred: Node) -> Node:
     """Store a difference as ``q`` stores its operand, and return the node that decodes it."""
     graph, val = q.graph, tensor_of(centred)
-    with graph.inserting_after(centred):
+    with graph.inserting_after(_behind_inputs(centred)):
         stored = graph.create_node("call_function", operator_of(q), replace(cast, x=centred).args)
     stored.meta = {**q.meta, "val": torch.empty_like(val, dtype=tensor_of(q).dtype)}
     with graph.inserting_after(stored):
         read_back = graph.create_node("call_function", operator_of(read), replace(call, q=stored).args)
     read_back.meta = {**read.meta, "val": val}
     return read_back
+
+
+def _behind_inputs(node: Node) -> Node:
+    """Return the node after which readers of ``node`` can be inserted: an input's come behind all inputs."""
+    latest: Node = max(node, *node.graph.find_nodes(op="placeholder"))
+    return latest
 
 
 def _copy_of(centred: Node) -> Node | None:
@@ -129,7 +135,7 @@ def _mean_in_forward(x: Node, mean: Node) -> Node:
         ):
             return user
     part = _shown_in_forward(x, part)
-    with x.graph.inserting_after(part):
+    with x.graph.inserting_after(_behind_inputs(part)):
         return emit_on(x.graph, mean, part, x, backward=False)
 
 
@@ -137,7 +143,7 @@ def _shown_in_forward(x: Node, part: Node) -> Node:
     """Return a forward tensor seen through the views through which a backward node shows its copy."""
     shows = x
     for view in reversed(shown(part, _is_listed)[1]):
-        with x.graph.inserting_after(shows):
+        with x.graph.inserting_after(_behind_inputs(shows)):
             shows = emit_on(x.graph, view, shows, x, backward=False)
     return shows
 
@@ -172,7 +178,7 @@ def _in_forward(x: Node, wanted: list[Node], counted: Collection[Node]) -> Node 
         return first
     part, mean = wanted[0].all_input_nodes
     part, mean = _shown_in_forward(x, part), _shown_in_forward(_of_any_shape(mean), mean)
-    with x.graph.inserting_after(max(part, mean)):
+    with x.graph.inserting_after(_behind_inputs(max(part, mean))):
         return emit(x.graph, _SUB, (part, mean), x, backward=False)
 
 
