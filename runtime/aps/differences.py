@@ -54,6 +54,12 @@ class Differences:
         `MOST_LOST` on some rank: after a checkpoint was loaded, for instance, or if a weight is not finite. On a GPU
         the host waits for the codes to know. Raises `ConfigError` if ranks do not begin together.
         """
+        with torch.inference_mode(False), torch.no_grad():  # training adds to values that an evaluation has gathered
+            return self._gathered(name, shard, wire, exact_every, pieces, ranks)
+
+    def _gathered(
+        self, name: str, shard: Tensor, wire: Wire, exact_every: int, pieces: Sequence[Piece], ranks: Ranks
+    ) -> Tensor:
         if self._values is None:
             self._begin(name, ranks)
         kept = self._values

@@ -139,6 +139,20 @@ def trained(rank: int, world: int) -> dict[str, list[float]]:
     return found
 
 
+def evaluated(rank: int, world: int) -> bool:
+    """Whether evaluations between steps, some of them gathering exactly, may run in inference mode as without."""
+    x, found = torch.ones(1, WIDTH), []
+    for mode in (torch.inference_mode, torch.no_grad):
+        training = Training(rank, **IN_CODES)
+        for _ in range(5):
+            training.step()
+            with mode():
+                training.model(x)
+            training.model.reshard()
+        found.append(training.shards())
+    return torch.equal(*found)
+
+
 def refused(rank: int, world: int) -> dict[str, str]:
     options = {"bits": "by link", "link": "1Mbit/s", "parameters": "by link"}
     saved = Training(rank, **IN_CODES).step(2).state.state_dict()
@@ -157,7 +171,7 @@ def refused(rank: int, world: int) -> dict[str, str]:
     }
 
 
-CHECKS = (followed, changed, mixed, resumed, planned, trained, refused)
+CHECKS = (followed, changed, mixed, resumed, planned, trained, evaluated, refused)
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +272,10 @@ def test_training_is_as_with_exact_gathers(results: list[dict[str, Any]]) -> Non
         exact, found = (torch.tensor(rank["trained"][name]) for name in ("exact", "coded"))
         assert (exact - found).abs().max() < 0.02
         assert exact[:5].mean() - exact[-5:].mean() > 0.1
+
+
+def test_evaluation_in_inference_mode_may_gather_too(results: list[dict[str, Any]]) -> None:
+    assert all(rank["evaluated"] for rank in results)
 
 
 def test_what_ranks_cannot_do_together_is_refused_in_words(results: list[dict[str, Any]]) -> None:
