@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from fxprec.errors import FxprecError
+
 PRELOADED = [
     "torch.nn.parallel",
     "torch._dynamo",
@@ -92,3 +94,12 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float =
 def several(rank: int, world: int, checks: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> dict[str, Any]:
     """Many checks in one process group: the function's name -> what it returned."""
     return {check.__name__: check(rank, world, *args) for check, args in checks}
+
+
+def message_of(work: Callable[[], object]) -> str:
+    """Return the type and text of the error that work ends in."""
+    try:
+        work()
+    except (FxprecError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

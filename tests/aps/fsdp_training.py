@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fxprec.aps import APSState, use_aps
-from fxprec.errors import FxprecError
 from fxprec.runtime.aps import by_link, exchange, fsdp_gather
 from fxprec.runtime.aps.link_plan import GatheredBits, LayerBits, LinkPlan
 from fxprec.runtime.aps.links import Links
@@ -124,14 +123,6 @@ def bytes_gathered() -> Iterator[list[int]]:
         mock.patch.object(fsdp_gather, "all_gather_into", counted),
     ):
         yield sizes
-
-
-def message_of(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except (FxprecError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 class Mixed(nn.Module):

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from aps_buckets import exchange
-from aps_ranks import run_ranks, several
+from aps_ranks import message_of, run_ranks, several
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fxprec.aps import APSState, LayerBits, aps_hook
-from fxprec.errors import ConfigError, FxprecError
+from fxprec.errors import ConfigError
 from fxprec.runtime.aps import by_link
 from fxprec.runtime.aps.by_link import MEASURED, PERIOD
 from fxprec.runtime.aps.link_plan import LinkPlan
@@ -68,14 +68,6 @@ def links(*found: Links) -> Iterator[None]:
     left = list(found)
     with mock.patch.object(by_link, "probe_links", side_effect=lambda *_: left.pop(0) if len(left) > 1 else left[0]):
         yield
-
-
-def message_of(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except (FxprecError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def measured(rank: int, world: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from aps_ranks import run_ranks, several
+from aps_ranks import message_of, run_ranks, several
 from fsdp_training import (
     WIDTH,
     Mixed,
@@ -19,7 +19,6 @@ from fsdp_training import (
     bytes_gathered,
     check_bits,
     links,
-    message_of,
     plan_of,
     weights_seen,
 )

@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from aps_ranks import run_ranks, several
-from fsdp_training import WIDTH, Mixed, Training, bytes_gathered, links, message_of, plan_of, weights_seen
+from aps_ranks import message_of, run_ranks, several
+from fsdp_training import WIDTH, Mixed, Training, bytes_gathered, links, plan_of, weights_seen
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

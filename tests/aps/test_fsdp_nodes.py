@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from aps_ranks import run_ranks, several
+from aps_ranks import message_of, run_ranks, several
 from aps_reference import rows_of, sum_of_codes
-from fsdp_training import WIDTH, Training, by_bits, check_bits, links, message_of, plan_of
+from fsdp_training import WIDTH, Training, by_bits, check_bits, links, plan_of
 from torch import Tensor
 
 from fxprec.aps import APSReduceScatter, APSState, LinkPlan
