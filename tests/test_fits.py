@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from typer.testing import CliRunner
 import fxprec
 from fxprec import cli
 from fxprec.driver.fits import TRIALS, Answer, Question, largest_batch
+from fxprec.passes.notice import readable
 from fxprec.plan import PeakBytes, Plan
 from fxprec.plan.rows import WholeStep
 from fxprec.report.plan_taker import PlanTaker
@@ -54,6 +54,19 @@ def tokens():
 def of_a_length(sequence=128, batch=2):
     net, _ = tokens()
     return net, (torch.zeros(batch, sequence, dtype=torch.long), torch.zeros(batch, sequence))
+
+def cut():
+    class Net(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            torch._dynamo.graph_break()
+            return y.square().mean()
+
+    return Net(8, 8), torch.ones(2, 8)
+
+def wide():
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)), torch.empty(2048, 256)
 
 def frozen():
     return nn.Linear(8, 8).requires_grad_(False), torch.ones(2, 8)
@@ -98,7 +111,8 @@ def test_the_answer_is_the_plan_of_the_step_that_trains() -> None:
     assert found.plan.peak_bytes is not None
     assert found.plan.peak_bytes.live == plan.peak_bytes.live
     assert found.plan.formats == plan.formats
-    held = at_the_peak(found.plan)
+    assert found.whole == plan.whole_step
+    held = at_the_peak(found.whole, found.peak)
     assert list(held) == list(HELD)
     assert sum(held.values()) == LAYERS * WEIGHT * 3 + plan.peak_bytes.planned
 
@@ -184,9 +198,9 @@ def test_muon_steps_matrices_and_adamw_the_rest() -> None:
 def test_the_picture_stacks_who_holds_what() -> None:
     live = ((1, 1, 0, 0, 0, 0), (1, 1, 0, 1, 4, 1), (0, 0, 0, 0, 4, 0))
     peak = PeakBytes(budget=10, high=10, planned=8, live=live)
-    plan = replace(Plan(), peak_bytes=peak, whole_step=WholeStep(budget=14, weights=2, states=2))
-    assert at_the_peak(plan) == dict(zip(HELD, (2, 2, 4, 2, 2), strict=True))
-    assert [line[11:] for line in picture(plan, 14)[1:15]] == [
+    whole = WholeStep(budget=14, weights=2, states=2)
+    assert at_the_peak(whole, peak) == dict(zip(HELD, (2, 2, 4, 2, 2), strict=True))
+    assert [line[11:] for line in picture(whole, peak, 14)[1:15]] == [
         "", "", " t", " t", " a", " a", " gg", " gg", "agg", "agg", "sss", "sss", "www", "www",
     ]  # fmt: skip
 
@@ -226,6 +240,65 @@ def test_gradients_summed_in_bf16_are_counted_in_16_bits() -> None:
     assert summed - plain == 2 * 2 * (64 * 64 + 64)
 
 
+TRAINED = 4 * 2 * (256 * 256 + 256)
+"""Bytes of the parameters of `wide`, in float32."""
+
+
+@pytest.mark.parametrize(("name", "states", "momentum"), [("adamw", 2, 0.0), ("sgd", 0, 0.0), ("sgd", 1, 0.9)])
+def test_a_torch_optimizer_fits_with_the_peak_budget_that_is_named(name: str, states: int, momentum: float) -> None:
+    """The named bytes train in the plan that was shown; states and gradients are counted as torch holds them."""
+    given = ("--optimizer", f"torch.{name}", "--momentum", str(momentum), "--gpu", "76MiB", "--json")
+    code, said = run("t.py:wide", *given)
+    found = json.loads(said)
+    assert code == 0
+    assert found["peak"]["weights"] == TRAINED
+    assert found["peak"]["optimizer_states"] == states * TRAINED
+    assert found["peak_budget"] == found["budget"] - found["reserved"] - (1 + states) * TRAINED
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256))
+    options = {"recipe": "fp8", "lowering": "eager", "cpu": "avx512+bf16:1", "peak_budget": found["peak_budget"]}
+    run_ = torch.compile(model, backend="fxprec", options=options)
+    run_(torch.ones(2048, 256)).sum().backward()
+    (plan,) = fxprec.backend_of(run_).plans
+    assert plan.peak_bytes is not None
+    assert plan.peak_bytes.planned == sum(found["peak"].values()) - (1 + states) * TRAINED
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum)
+    if name == "adamw":
+        optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    kept = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor) and x.dim()]
+    assert sum(x.nbytes for x in kept) == states * TRAINED
+
+
+def test_a_given_peak_budget_is_planned_for_and_compared_with_the_memory() -> None:
+    code, said = run("t.py:wide", "--optimizer", "torch.adamw", "--peak-budget", "80%", "--gpu", "1GiB", "--json")
+    found = json.loads(said)
+    assert (code, found["peak_budget"]) == (0, None)
+    held = sum(found["peak"].values())
+    for budget, fits in ((held + found["reserved"], 1), (held - 1, 0)):
+        memory = int((budget + 2**26) / 0.97) if fits else budget
+        code, said = run(
+            "t.py:wide", "--optimizer", "torch.adamw", "--peak-budget", "80%", "--gpu", str(memory), "--json"
+        )
+        assert code == 1 - fits
+    assert f"with peak_budget=80% the step holds {readable(held - 3 * TRAINED)} more" in json.loads(said)["why"]
+    code, _ = run(
+        "t.py:wide", "--optimizer", "torch.adamw", "--peak-budget", "80%", "--gpu", str(json.loads(said)["enough"])
+    )
+    assert code == 0
+    code, said = run("t.py:wide", "--peak-budget", "80%", "--gpu", "1GiB", "--json")
+    ours = json.loads(said)["peak"]
+    assert (code, ours["optimizer_states"]) == (0, 2 * TRAINED)
+    assert ours["gradients"] < found["peak"]["gradients"] + TRAINED
+
+
+def test_a_step_of_torch_that_needs_more_than_the_memory_is_said() -> None:
+    """AdamW of torch.optim, by default on a GPU, makes the square roots of all averages at once."""
+    _, said = run("t.py:wide", "--optimizer", "torch.adamw", "--gpu", "67.5MiB", "--json")
+    (told,) = json.loads(said)["not_done"]
+    assert f"holds {readable(5 * TRAINED)} in all; give it fused=True" in told
+
+
 def test_what_the_plan_does_not_fulfil_is_said() -> None:
     code, said = run("t.py:make", "--gpu", "100MiB", "--keep-high", "heads", "--json")
     assert code == 0
@@ -259,12 +332,21 @@ def test_the_command_says_no_and_why_as_json() -> None:
         ),
         (
             "t.py:make --gpu 1GiB --optimizer moon",
-            "--optimizer moon is unknown; give adamw, lion, muon or",
+            "--optimizer moon is unknown; give adamw, lion, muon, sgd, torch.adamw or torch.sgd",
         ),
         ("t.py:make --gpu 1GiB --momentum 0.9", "--momentum is of sgd, and --optimizer is adamw; leave --momentum out"),
         ("t.py:make --gpu 1GiB --states int4", "unknown states of group 0 'int4'"),
         ("t.py:make --gpu 1GiB --max-norm 0", "max_norm of group 0 is 0.0, out of range; give it a number above 0"),
         ("t.py:make --gpu 1GiB --norm last", "--norm last says which norm clips, and --max-norm is not given; give"),
+        (
+            "t.py:make --gpu 1GiB --optimizer torch.adamw --states 8bit",
+            "--states is of fxprec.optim, and --optimizer is torch",
+        ),
+        (
+            "t.py:make --gpu 1GiB --optimizer torch.sgd --max-norm 1",
+            "--max-norm is of fxprec.optim, and --optimizer is",
+        ),
+        ("t.py:make --gpu 1GiB --peak-budget much", "peak_budget is 'much', which is not a size"),
         ("t.py:frozen --gpu 1GiB", "no parameter requires a gradient"),
     ],
 )
@@ -274,6 +356,13 @@ def test_a_mistake_is_one_line(arguments: str, said: str, capsys: pytest.Capture
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+@pytest.mark.parametrize("given", [(), ("--optimizer", "torch.adamw"), ("--peak-budget", "80%")])
+def test_a_graph_break_is_no_answer(given: tuple[str, ...]) -> None:
+    code, said = run("t.py:cut", "--gpu", "1GiB", *given)
+    assert code == 1
+    assert "a graph break splits the step" in said
 
 
 def test_a_plan_alone_is_taken_while_torch_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,16 +14,18 @@ from fxprec.errors import ConfigError, writing
 if TYPE_CHECKING:
     from torch import nn
 
-    from fxprec.driver.fits import Answer
+    from fxprec.driver.fits import Answer, TorchOptimizer
     from fxprec.runtime.optim.stepper import Stepper
 
 
 def fits(
     target: Annotated[str, typer.Argument(help="path/file.py:factory or module:callable; returns (model, inputs).")],
     gpu: Annotated[str, typer.Option(help="Bytes that the whole step may hold, for instance 24GiB.")],
-    optimizer: Annotated[str, typer.Option(help="adamw, lion, muon or sgd, as fxprec.optim has them.")] = "adamw",
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, lion, muon or sgd of fxprec.optim; torch.adamw or torch.sgd of torch.optim.")
+    ] = "adamw",
     states: Annotated[str, typer.Option(help="How states are held: auto, float32, bf16, 8bit or 4bit.")] = "auto",
-    momentum: Annotated[float, typer.Option(help="Momentum of sgd; with 0 it has no states.")] = 0.0,
+    momentum: Annotated[float, typer.Option(help="Momentum of sgd and torch.sgd; with 0 they have no states.")] = 0.0,
     max_norm: Annotated[float | None, typer.Option(help="Clip gradients by their global norm.")] = None,
     norm: Annotated[
         str, typer.Option(help="Norm that clips: last, or exact, which holds all gradients. Default: exact.")
@@ -36,6 +38,9 @@ def fits(
     largest: Annotated[bool, typer.Option("--largest", help="Search the largest batch that fits: 10 plans.")] = False,
     longest: Annotated[bool, typer.Option("--longest", help="Search the longest sequence that fits.")] = False,
     recipe: Annotated[str, typer.Option(help="Recipe, for instance fp8.")] = "fp8",
+    peak_budget: Annotated[
+        str, typer.Option(help="peak_budget to plan for, such as 60%. Default: what weights and states leave.")
+    ] = "",
     ways: Annotated[str, typer.Option(help="How the budget may be met: narrow,recompute,offload (on GPUs).")] = "",
     keep_high: Annotated[str, typer.Option(help="Modules held high, for instance head,layers.0.")] = "",
     out: Annotated[Path | None, typer.Option(help="Folder for the plan and its page.")] = None,
@@ -54,7 +59,8 @@ def fits(
     if norm and max_norm is None:
         raise ConfigError(f"--norm {norm} says which norm clips, and --max-norm is not given; give --max-norm 1 too")
     own = {"states": states, "max_norm": max_norm, "norm": norm or "exact", "gradients": gradients}
-    options = {"recipe": recipe, "keep_high": modules(keep_high)} | given(ways=ways and names(ways))
+    options = {"recipe": recipe, "keep_high": modules(keep_high)}
+    options |= given(ways=ways and names(ways), peak_budget=peak_budget)
     question = Question(find_factory(target), target, budget, _maker(optimizer, momentum, own), options)
     first = question.answer(batch, sequence)
     tried: dict[str, list[Answer]] = {}
@@ -75,21 +81,41 @@ def fits(
     raise typer.Exit(int(not first.fits))
 
 
-def _maker(name: str, momentum: float, own: Mapping[str, Any]) -> Callable[[nn.Module], Sequence[Stepper]]:
+_TORCHS = ("torch.adamw", "torch.sgd")
+
+
+def _maker(
+    name: str, momentum: float, own: Mapping[str, Any]
+) -> Callable[[nn.Module], Sequence[Stepper]] | TorchOptimizer:
     from fxprec import optim
 
+    if momentum and name not in ("sgd", "torch.sgd"):
+        raise ConfigError(f"--momentum is of sgd, and --optimizer is {name}; leave --momentum out, or give sgd")
+    if name in _TORCHS:
+        return _of_torch(name, momentum, own)
     makers: dict[str, Callable[[Any], Stepper]] = {
         "adamw": lambda params: optim.AdamW(params, **own),
         "lion": lambda params: optim.Lion(params, **own),
         "sgd": lambda params: optim.SGD(params, momentum=momentum, **own),
     }
-    if momentum and name != "sgd":
-        raise ConfigError(f"--momentum is of sgd, and --optimizer is {name}; leave --momentum out, or give sgd")
     if name == "muon":
         return lambda model: _muon_and_adamw(model, own)
     if name not in makers:
-        raise ConfigError(f"--optimizer {name} is unknown; give adamw, lion, muon or sgd")
+        raise ConfigError(f"--optimizer {name} is unknown; give adamw, lion, muon, sgd, {' or '.join(_TORCHS)}")
     return lambda model: [makers[name]([p for p in model.parameters() if p.requires_grad])]
+
+
+def _of_torch(name: str, momentum: float, own: Mapping[str, Any]) -> TorchOptimizer:
+    """Return what an optimizer of torch.optim holds. Raises `ConfigError` for an option of fxprec.optim."""
+    from fxprec.driver.fits import TorchOptimizer
+
+    defaults = {"states": "auto", "max_norm": None, "norm": "exact", "gradients": None}
+    for option, default in defaults.items():
+        if own[option] != default:
+            flag = option.replace("_", "-")
+            raise ConfigError(f"--{flag} is of fxprec.optim, and --optimizer is {name}; leave --{flag} out")
+    is_adamw = name == "torch.adamw"
+    return TorchOptimizer(name, states=2 if is_adamw else int(momentum > 0), copies=int(is_adamw))
 
 
 def _muon_and_adamw(model: nn.Module, own: Mapping[str, Any]) -> Sequence[Stepper]:
@@ -134,12 +160,11 @@ def _shown(answer: Answer) -> list[str]:
     from fxprec.plan.explain import peak_lines
     from fxprec.report.whole_step import at_the_peak, picture
 
-    plan = answer.plan
+    plan, whole = answer.plan, answer.whole
     assert plan is not None
-    assert plan.peak_bytes is not None, "a step budget is held by a peak budget"
-    assert plan.whole_step is not None
-    held = at_the_peak(plan)
-    form = f" in {plan.whole_step.chosen}" if plan.whole_step.chosen and plan.whole_step.states else ""
+    assert whole is not None
+    held = at_the_peak(whole, answer.peak)
+    form = f" in {whole.chosen}" if whole.chosen and whole.states else ""
     rows = [f"  {name:17} {_gib(size)}{form if name == 'optimizer states' else ''}" for name, size in held.items()]
     free = f", of which {readable(answer.reserved)} stay free for libraries" if answer.reserved else ""
     where = f"planned on {answer.device}"
@@ -149,8 +174,9 @@ def _shown(answer: Answer) -> list[str]:
         "at the peak of the step:",
         *rows,
         f"  {'left':17} {_gib(answer.budget - sum(held.values()))}{free}",
-        peak_lines(plan, plan.peak_bytes)[-1],
-        *picture(plan, answer.budget),
+        peak_lines(plan, answer.peak)[-1],
+        *([f"train with peak_budget={answer.peak_budget}"] if answer.peak_budget else []),
+        *picture(whole, answer.peak, answer.budget),
         where,
     ]
 
@@ -165,12 +191,13 @@ def _data(first: Answer, tried: Mapping[str, Sequence[Answer]]) -> dict[str, Any
     found: dict[str, Any] = {"fits": first.fits, "batch": first.batch, "sequence": first.sequence}
     found |= {"budget": first.budget, "why": first.why, "enough": first.enough}
     found |= {"reserved": first.reserved, "device": first.device, "not_done": list(first.told)}
-    found |= {"peak": None, "states": None}
-    if first.plan is not None and first.plan.whole_step is not None:
+    found |= {"peak": None, "states": None, "peak_budget": first.peak_budget or None}
+    if first.whole is not None:
         from fxprec.report.whole_step import at_the_peak
 
-        found["peak"] = {name.replace(" ", "_"): size for name, size in at_the_peak(first.plan).items()}
-        found["states"] = first.plan.whole_step.chosen or None
+        held = at_the_peak(first.whole, first.peak)
+        found["peak"] = {name.replace(" ", "_"): size for name, size in held.items()}
+        found["states"] = first.whole.chosen or None
     for name, answers in tried.items():
         found[f"{_BEST[name]}_{name}"] = max((getattr(a, name) for a in answers if a.fits), default=0)
         found[f"tried_{name}"] = [{name: getattr(a, name), "fits": a.fits} for a in answers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,12 +13,14 @@ import torch
 from fxprec import compat
 from fxprec.config import Config
 from fxprec.driver.backend import Backend
-from fxprec.errors import BudgetError, ConfigError
+from fxprec.errors import BudgetError, ConfigError, either
 from fxprec.passes.crossings.reserve import ALLOWANCE
 from fxprec.passes.notice import readable
-from fxprec.plan import Plan
+from fxprec.plan import PeakBytes, Plan
+from fxprec.plan.rows import WholeStep
 from fxprec.report.plan_taker import PlanTaker
 from fxprec.report.target import Factory, plan_under_fakes
+from fxprec.runtime.optim.all_optimizers import AllOptimizers
 from fxprec.runtime.optim.stepper import Stepper
 
 TRIALS = 10
@@ -45,6 +47,10 @@ class Answer:
     """Type of the device that the model was traced on."""
     plan: Plan | None
     """None if the step does not fit."""
+    whole: WholeStep | None = None
+    """Bytes that stay in memory throughout the step; None if the step does not fit."""
+    peak_budget: int = 0
+    """Bytes to train with as ``peak_budget``; 0 with a step budget or a ``peak_budget`` that was given."""
     why: str = ""
     """Why the step does not fit."""
     enough: int = 0
@@ -57,6 +63,24 @@ class Answer:
         """Whether a plan was found within the memory."""
         return self.plan is not None
 
+    @property
+    def peak(self) -> PeakBytes:
+        """The plan's bytes beside those of `whole`; the step fits."""
+        assert self.plan is not None
+        assert self.plan.peak_bytes is not None, "each plan here has a peak budget"
+        return self.plan.peak_bytes
+
+
+@dataclass(frozen=True)
+class TorchOptimizer:
+    """An optimizer of torch.optim. It holds all gradients until its ``step()``, so a peak budget counts them."""
+
+    name: str
+    states: int
+    """States of each parameter, in the parameter's dtype."""
+    copies: int
+    """Further tensors of each parameter's size that ``step()`` with ``foreach=True`` allocates."""
+
 
 @dataclass(frozen=True)
 class Question:
@@ -65,10 +89,10 @@ class Question:
     factory: Factory
     target: str
     budget: int
-    optimizers: Callable[[torch.nn.Module], Sequence[Stepper]]
-    """Makes the optimizers of a model's trainable parameters."""
+    optimizers: Callable[[torch.nn.Module], Sequence[Stepper]] | TorchOptimizer
+    """Makes the optimizers of a model's trainable parameters, or describes one of torch.optim."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of `Config`."""
+    """Options of `Config`. With ``peak_budget`` the step is planned for that, and then compared with the memory."""
 
     def answer(self, batch: int | None = None, sequence: int | None = None) -> Answer:
         """Plan a step. ``batch`` and ``sequence`` replace the inputs' own first and second dimension.
@@ -76,17 +100,13 @@ class Question:
         Raises `ConfigError` if the factory cannot make such inputs, or if no graph trains.
         """
         trial = _Trial(self, {"batch": batch, "sequence": sequence})
-        why, enough = "", 0
         try:
-            plan_under_fakes(trial.make, lambda gm, examples: trial.backend(gm, examples), self.target, trial.taker)
+            plan_under_fakes(trial.make, trial.compile, self.target, trial.taker)
         except BudgetError as error:
-            free = f"{readable(trial.reserved)} stay free for libraries; in the rest: " if trial.reserved else ""
-            why, enough = f"{free}{error}", trial.memory_for(error.enough)
-        if not why and not trial.taker.plans:
+            return trial.refused(*trial.said_of(error))
+        if not trial.taker.plans:
             raise ConfigError(f"target {self.target!r}: no graph of it trains; let model(*inputs) run with gradients")
-        plan = None if why else trial.taker.plans[0]
-        size, length = trial.sizes
-        return Answer(size, length, self.budget, trial.reserved, trial.device.type, plan, why, enough, trial.taker.told)
+        return trial.planned(trial.taker.plans[0])
 
 
 class _Trial:
@@ -96,9 +116,11 @@ class _Trial:
     sizes: Sequence[int]
     """Batch and sequence."""
     device: torch.device
+    whole: WholeStep | None = None
+    """Bytes that stay throughout the step, counted here where a peak budget is planned for; None with a step budget."""
 
     def __init__(self, asked: Question, wanted: Mapping[str, int | None]) -> None:
-        self.asked, self.taker, self.reserved = asked, PlanTaker(), 0
+        self.asked, self.taker, self.reserved, self.peak_budget = asked, PlanTaker(), 0, 0
         self.wanted = {name: size for name, size in wanted.items() if size is not None}
 
     def make(self) -> tuple[Any, tuple[Any, ...]]:
@@ -128,6 +150,13 @@ class _Trial:
         self._plan_for(model)
         return model, inputs
 
+    def compile(self, gm: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        """Plan a graph. Raises `BudgetError` for a part of a step, as a step budget does."""
+        if self.whole is not None and compat.ends_in_break(gm):
+            cut = "a graph break splits the step, and the plan of its first graph does not tell what the step holds"
+            raise compat.through_dynamo(BudgetError(f"{cut}; let the model compile without graph breaks"))
+        return self.backend(gm, examples)
+
     def _plan_for(self, model: torch.nn.Module) -> None:
         asked, options = self.asked, dict(self.asked.options)
         if self.device.type == "cpu":  # the CPU stands for a GPU: with one thread its kernels need the least workspace
@@ -136,11 +165,74 @@ class _Trial:
         if not any(p.requires_grad for p in model.parameters()):
             raise ConfigError(f"target {asked.target!r}: no parameter requires a gradient, so there is no step to plan")
         config = Config(lowering="eager", **options)
-        self.optimizers = asked.optimizers(model)
-        room = max(asked.budget - self.reserved, 1)
-        self.backend = Backend(config, dump=self.taker, optimizer=self.optimizers, step_budget=room)
+        self.room, kind = max(asked.budget - self.reserved, 1), asked.optimizers
+        self.optimizers = () if isinstance(kind, TorchOptimizer) else tuple(kind(model))  # referenced weakly elsewhere
+        if self.optimizers and config.peak_budget is None:
+            self.backend = Backend(config, dump=self.taker, optimizer=self.optimizers, step_budget=self.room)
+            return
+        self.whole = self._throughout(model)
+        if config.peak_budget is None:
+            self.peak_budget = max(self.room - self.whole.throughout, 1)
+            config = replace(config, peak_budget=self.peak_budget)
+        self.backend = Backend(config, dump=self.taker, optimizer=self.optimizers or None)
 
-    def memory_for(self, enough: int) -> int:
+    def _throughout(self, model: torch.nn.Module) -> WholeStep:
+        """Count the bytes of weights, states, and gradients that the optimizers sum."""
+        weights = compat.storage_bytes([*model.parameters(), *model.buffers()], (), device=None)
+        kind, every = self.asked.optimizers, AllOptimizers(self.optimizers)
+        self.trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        states = kind.states * self.trained if isinstance(kind, TorchOptimizer) else every.state_bytes()
+        return WholeStep(budget=self.room, weights=weights, states=states, gradients=every.gradient_bytes())
+
+    def planned(self, plan: Plan) -> Answer:
+        """Return the answer of a plan: yes, or no where the step with the given peak budget holds too much."""
+        found = replace(self._answer(), plan=plan, whole=self.whole or plan.whole_step, peak_budget=self.peak_budget)
+        assert found.whole is not None
+        total = found.whole.throughout + found.peak.planned
+        if total <= self.room:
+            return found
+        held = (
+            f"with peak_budget={self.asked.options['peak_budget']} the step holds {readable(found.peak.planned)} more"
+        )
+        return self.refused(f"{self._said_of(found.whole)}; {held}", total)
+
+    def said_of(self, error: BudgetError) -> tuple[str, int]:
+        """Return why no plan was found, and the bytes in which there is one, or 0 if unknown."""
+        if self.whole is None or not error.enough:
+            return str(error), error.enough
+        held, enough = self._said_of(self.whole), self.whole.throughout + error.enough
+        if not self.peak_budget:  # one was given
+            return f"{held}; {error}", enough
+        ours = (
+            "take --optimizer adamw or sgd, of fxprec.optim, which step in backward and may hold states in fewer bits"
+        )
+        return f"{held}; in addition to these {error.found}; {either(ours, *error.ways)}", enough
+
+    @staticmethod
+    def _said_of(whole: WholeStep) -> str:
+        return f"weights take {readable(whole.weights)}, optimizer states {readable(whole.states)}"
+
+    def refused(self, why: str, enough: int) -> Answer:
+        """Return the answer that the step does not fit, and would in ``enough`` bytes without reserves; 0: unknown."""
+        free = f"{readable(self.reserved)} stay free for libraries; in the rest: " if self.reserved else ""
+        return replace(self._answer(), why=free + why, enough=self._memory_for(enough))
+
+    def _answer(self) -> Answer:
+        size, length = self.sizes
+        told = (*self.taker.told, *self._told_of_torch())
+        return Answer(size, length, self.asked.budget, self.reserved, self.device.type, None, told=told)
+
+    def _told_of_torch(self) -> Iterator[str]:
+        kind = self.asked.optimizers
+        if isinstance(kind, TorchOptimizer) and self.whole is not None:
+            held = self.whole.throughout + (1 + kind.copies) * self.trained
+            if kind.copies and held > self.room:
+                yield (
+                    f"step() of {kind.name} with foreach=True, its default on a GPU, holds {readable(held)} in all; "
+                    "give it fused=True"
+                )
+
+    def _memory_for(self, enough: int) -> int:
         """Return the total bytes that leave ``enough`` bytes for the step; 0 for 0."""
         return math.ceil((enough + FREE_BYTES) / (1 - ALLOWANCE)) if enough and self.reserved else enough
 

@@ -90,7 +90,7 @@ class StepBudget:
     @property
     def throughout(self) -> int:
         """Bytes that stay in memory throughout the step."""
-        return self.weights + self.states + self.gradients
+        return self.for_plan.throughout
 
     @property
     def left(self) -> int:

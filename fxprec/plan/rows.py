@@ -244,6 +244,11 @@ class WholeStep:
     gradients: int = 0
     """Bytes of gradients that the optimizer accumulates in bfloat16."""
 
+    @property
+    def throughout(self) -> int:
+        """Bytes that stay in memory throughout the step."""
+        return self.weights + self.states + self.gradients
+
 
 LIVE = ("kept", "kept in 8 bits", "kept in fewer bits", "recomputed", "gradients returned", "all else")
 

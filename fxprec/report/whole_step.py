@@ -1,11 +1,12 @@
-"""Report the memory of a step under a step budget: weights, optimizer states, gradients, activations, temporaries."""
+"""Report the memory of a step: weights, optimizer states, gradients, activations, temporaries."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
 
-from fxprec.plan import Plan
+from fxprec.plan import PeakBytes
+from fxprec.plan.rows import WholeStep
 
 HELD = ("weights", "optimizer states", "gradients", "activations", "temporaries")
 _LETTERS = "wsgat"
@@ -13,23 +14,20 @@ _PARTS = {"gradients": (4,), "activations": (0, 1, 2), "temporaries": (3, 5)}  #
 _WIDTH, _HEIGHT = 64, 14
 
 
-def moments(plan: Plan) -> list[list[int]]:
-    """Return the bytes of each part in `HELD` at moments of the step, in order. The plan was made for a step budget."""
-    whole, peak = plan.whole_step, plan.peak_bytes
-    assert whole is not None
-    assert peak is not None, "a step budget is held by a peak budget"
+def moments(whole: WholeStep, peak: PeakBytes) -> list[list[int]]:
+    """Return the bytes of each part in `HELD` at moments of the step, in order."""
     there = {"weights": whole.weights, "optimizer states": whole.states, "gradients": whole.gradients}
     return [[there.get(name, 0) + sum(row[i] for i in _PARTS.get(name, ())) for name in HELD] for row in peak.live]
 
 
-def at_the_peak(plan: Plan) -> dict[str, int]:
+def at_the_peak(whole: WholeStep, peak: PeakBytes) -> dict[str, int]:
     """Return the bytes of each part in `HELD` at the step's peak."""
-    return dict(zip(HELD, max(moments(plan), key=sum), strict=True))
+    return dict(zip(HELD, max(moments(whole, peak), key=sum), strict=True))
 
 
-def picture(plan: Plan, budget: int) -> list[str]:
+def picture(whole: WholeStep, peak: PeakBytes, budget: int) -> list[str]:
     """Return lines that draw the moments as columns, stacked in the order of `HELD`, up to the budget."""
-    rows = moments(plan)
+    rows = moments(whole, peak)
     width = min(_WIDTH, len(rows))
     cuts = [i * len(rows) // width for i in range(width + 1)]
     columns = [max(rows[a:b], key=sum) for a, b in pairwise(cuts)]

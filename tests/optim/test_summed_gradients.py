@@ -275,7 +275,7 @@ def test_a_step_budget_counts_the_sums() -> None:
     assert plan.whole_step is not None
     assert plan.peak_bytes.budget == room
     assert plan.whole_step.gradients == optimizer.gradient_bytes()
-    assert at_the_peak(plan)["gradients"] >= optimizer.gradient_bytes()
+    assert at_the_peak(plan.whole_step, plan.peak_bytes)["gradients"] >= optimizer.gradient_bytes()
     assert f"  gradients, summed in bf16, take {optimizer.gradient_bytes():,}" in explain(plan, "step_budget")
     torch._dynamo.reset()
     other = fxprec.optim.AdamW(model.parameters(), lr=1e-3, states="8bit", gradients="bf16")
