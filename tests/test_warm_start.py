@@ -223,8 +223,40 @@ def check_layers_within_a_budget() -> None:
     assert all(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True))
 
 
+class InTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = TanhLayer(), TanhLayer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        torch._dynamo.graph_break()
+        return self.last(y)
+
+
+def check_graphs_that_share_a_budget() -> None:
+    """Both plans of each graph are in the cache: that of the first step, and that for its share of the budget."""
+    one = InTwo()
+    models, counts, results = [one, copy.deepcopy(one)], [(0, 0)], list[list[Tensor]]()
+    for model in models:
+        model.compile(backend="fxprec", options={"recipe": "fp8", "peak_budget": "100%"})
+        step(model)
+        results.append(step(model))
+        counts.append(hits_and_misses())
+    (hits, misses), found = counts[1], fxprec.backend_of(models[1])
+    assert misses > 2, "each graph is compiled for its share"
+    assert counts[2] == (hits + hits + misses, misses)
+    assert all(report.passes == () for report in found.compile_reports)
+    assert found.plans == fxprec.backend_of(models[0]).plans
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.inductor
-@pytest.mark.parametrize("check", [check_equal_layers, check_layers_within_a_budget], ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check",
+    [check_equal_layers, check_layers_within_a_budget, check_graphs_that_share_a_budget],
+    ids=lambda check: check.__name__,
+)
 def test_the_next_layer_takes_the_code_and_counts_for_itself(check: Callable[[], None], tmp_path: Path) -> None:
     code = f"import test_warm_start; test_warm_start.{check.__name__}(); print('checked')"
     folders = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
