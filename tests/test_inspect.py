@@ -14,7 +14,7 @@ from torch import nn
 
 from fxprec import Plan, cli
 from fxprec.plan import PeakBytes
-from fxprec.report.compare import differences, moves
+from fxprec.report.compare import data, differences, moves
 from tests.helpers import compiled, eager_backend, pipeline
 
 NAMES = [f"{i:02}-{name}" for i, name in enumerate(("joint", *(step.name for step in pipeline.SIMULATION)))]
@@ -41,6 +41,13 @@ def broken():
         def forward(self, x):
             raise ValueError("cannot go on")
     return Reads(), torch.ones(2)
+"""
+
+WIDE = """import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.ones(512, 64)
 """
 
 
@@ -187,9 +194,9 @@ def test_diff_finds_what_is_no_format(dumped, tmp_path, capsys):
     assert run("diff", dumped / "a", tmp_path / "edited.json") == 1
     was, old = plan.gemms[1], plan.sites[2]
     assert capsys.readouterr().out.splitlines() == [
-        f"GEMM 1 ({was.op}, {was.module}): pays None -> True, why {was.why} -> so\\nit is",
+        f"GEMM 1 ({was.op}, {was.module}): pays none -> True, why {was.why} -> so\\nit is",
         f"group 0: order {plan.groups[0].order} -> 9",
-        f"{old.tensor} ({old.kind}): source {old.source} -> model.py:7",
+        f"{old.tensor} ({old.kind}): source {old.source or 'none'} -> model.py:7",
     ]
 
 
@@ -200,17 +207,41 @@ def test_diff_finds_what_only_one_of_the_plans_says(dumped):
     sites = (*plan.sites[:2], site, *plan.sites[3:])
     other = replace(plan, grouping="dataflow", peak_bytes=peak, gemms=(plan.gemms[0], gemm), sites=sites)
     here, there = list(differences(plan, other)), list(differences(other, plan))
-    assert here.pop(1).startswith("peak_bytes: None -> {'budget': 9, 'high': 9, ")
+    assert here.pop(1) == (
+        "peak_bytes: budget none -> 9, high none -> 9, planned none -> 7, live differs, kept differs, seconds none -> 0.0"
+    )
     assert here == [
         "grouping: execution -> dataflow",
-        f"GEMM 1 ({gemm.op}, {gemm.module}): operands_why None -> by hand",
-        f"{site.tensor} ({site.kind}): way None -> keep",
+        f"GEMM 1 ({gemm.op}, {gemm.module}): operands_why none -> by hand",
+        f"{site.tensor} ({site.kind}): way none -> keep",
     ]
-    assert len(there.pop(1)) < 300
+    assert there.pop(1).startswith("peak_bytes: budget 9 -> none, ")
     assert there == [re.sub(r"(\S+) -> (by hand|\S+)", r"\2 -> \1", line) for line in here]
     less = replace(other, peak_bytes=replace(peak, planned=5))
     assert not list(differences(plan, replace(plan, model="")))
-    assert list(differences(other, less)) == ["peak_bytes: {'planned': 7} -> {'planned': 5}"]
+    assert list(differences(other, less)) == ["peak_bytes: planned 7 -> 5"]
+
+
+def test_diff_says_what_a_budget_has_moved(tmp_path, monkeypatch):
+    """By the bytes that each plan saves, also where a tensor that was never saved gets a way."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(WIDE)
+    plans = []
+    for name, budget in (("free", []), ("bound", ["--peak-budget", "75%"])):
+        assert run("dump", "net.py:make", "--recipe", "fp8", "--out", name, *budget) == 0
+        plans.append(Plan.load(tmp_path / name / "graph-0/plan.json"))
+    free, bound = plans
+    found = data(free, bound)
+    moved = {row["tensor"]: row for row in found["moved"]}
+    lost = {s.tensor: s for s in bound.sites if s.way == "recompute" and any(r.site == s.id for r in free.saved)}
+    assert lost
+    for name, site in lost.items():
+        size = sum(row.bytes for row in free.saved if row.site == site.id)
+        assert (moved[name]["after"], moved[name]["bytes"]) == ("recomputed", -size)
+        assert moved[name]["why"] == "chosen under a peak budget of the second"
+    assert not any("{" in line for line in found["differences"])
+    back = {row["tensor"]: -row["bytes"] for row in data(bound, free)["moved"]}
+    assert back == {name: row["bytes"] for name, row in moved.items()}
 
 
 def test_diff_shows_the_first_of_many_and_counts_the_others(dumped):
