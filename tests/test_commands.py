@@ -181,6 +181,14 @@ def test_a_result_that_cannot_be_written_is_printed(
     )
 
 
+def test_a_dump_that_offloads_says_that_a_cpu_refuses_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("dump", "t.py:make", "--peak-budget", "100%", "--ways")
+    said = "training on a CPU, where saved tensors are in host memory, refuses 'offload'"
+    for ways, is_said in (("recompute", False), ("recompute,offload", not torch.cuda.is_available())):
+        assert run(*asked, ways) == 0
+        assert (said in capsys.readouterr().out) == is_said
+
+
 def test_ways_may_be_written_with_blanks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("dump", "t.py:make", "--peak-budget", "100%", "--ways", "narrow, recompute") == 0
     for command in (["dump", "t.py:make", "--peak-budget", "100%"], ["fits", "t.py:make", "--gpu", "1GiB"]):

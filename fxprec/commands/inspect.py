@@ -54,6 +54,8 @@ def dump(
         raise ConfigError(f"recipe {recipe!r} holds everything in float32, so there is nothing to plan; choose 'fp8'")
     if policy == "exact":
         raise ConfigError("policy 'exact' measures a training step, and fxprec dump runs none; choose 'size'")
+    import torch
+
     from fxprec.driver.backend import Backend
     from fxprec.plan import Plan
     from fxprec.report.dump_folder import DumpFolder
@@ -73,6 +75,10 @@ def dump(
             print("  evaluation: no backward half, so nothing is held for it")
         elif plan.peak_bytes is not None:
             print(_peak_line(plan.peak_bytes))
+            if "offload" in (config.ways or ()) and not torch.cuda.is_available():
+                print(
+                    "  planned for a GPU: training on a CPU, where saved tensors are in host memory, refuses 'offload'"
+                )
 
 
 def _peak_line(peak: PeakBytes) -> str:
