@@ -324,6 +324,7 @@ def test_the_command_says_no_and_why_as_json() -> None:
     ("arguments", "said"),
     [
         ("t.py:make --gpu much", "--gpu is 'much', which is not a size"),
+        ("t.py:make --gpu 24", "--gpu 24 is a number of bytes, and no step is as small; give it a unit, as in 24GiB"),
         ("t.py:make --gpu 1GiB --batch 0", "--batch is 0; give it 1 or more"),
         ("t.py:make --gpu 1GiB --sequence 0", "--sequence is 0; give it 1 or more"),
         (

@@ -53,6 +53,8 @@ def fits(
 
     budget = byte_size("--gpu", gpu)
     assert budget is not None, "an option that is required"
+    if gpu.strip().isdigit() and budget < 2**20:
+        raise ConfigError(f"--gpu {gpu} is a number of bytes, and no step is as small; give it a unit, as in {gpu}GiB")
     for name, size in (("batch", batch), ("sequence", sequence)):
         if size is not None and size < 1:
             raise ConfigError(f"--{name} is {size}; give it 1 or more")
