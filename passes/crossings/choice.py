@@ -17,6 +17,7 @@ from fxprec.passes.analysis.replay.kernels import Kind, kind_of, result_bytes
 from fxprec.passes.analysis.replay.replay import Kept, Replay
 from fxprec.passes.analysis.ways import Form, Way
 from fxprec.passes.budget_part import Bound
+from fxprec.passes.crossings.nearby import Nearby
 from fxprec.passes.crossings.problem import EXACT, Problem, Row, Ways
 
 _ROUNDS, _FEW_ROUNDS = 12, 5
@@ -25,6 +26,9 @@ _MOMENTS = 12
 _NEAR = 8  # among moments this close only the one with the most live bytes gets a row
 _TRIALS = 5
 _PRECISION = 0.01  # relative precision of the least peak
+_CHANGES, _MOST_CHANGES = 16, 64  # values that a step of `improved` changes: the first, and any
+_ALMOST = 0.95  # share of a bound above which a moment gets a row in `improved`
+_LOWER = (0.97, 0.93, 0.85, 0.7)  # shares of the least known peak that are tried as bounds
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,11 @@ class Fit:
     def excess(self, bound: Bound) -> float:
         """Return the most bytes by which the choice exceeds either limit of a bound; 0 or less if it does not."""
         return max(self.peak - bound.peak, self.waiting - bound.waiting)
+
+    def above(self, bound: Bound) -> float:
+        """Return the bytes above a bound, summed over all moments of the step; 0 if it is within the bound."""
+        waiting = max(self.waiting - bound.waiting, 0)
+        return waiting + sum(live - bound.peak for live in self.replay.timeline.live if live > bound.peak)
 
 
 @dataclass
@@ -109,8 +118,11 @@ class Chooser:
             found.append(self.lowered(min(found, key=lambda fit: fit.peak), bound.peak))
         found += (self.lowered(fit, bound.peak) for fit in self.started)
         if not _within(found, bound):
+            found.append(self.reached(min(found, key=lambda fit: fit.peak), bound))
+        if not _within(found, bound):
             self._missed, self._lowest = bound.peak, min(found, key=lambda fit: fit.peak)
-        return min(_within(found, bound), key=lambda fit: fit.seconds, default=None)
+            return None
+        return self.improved(min(_within(found, bound), key=lambda fit: fit.seconds), bound)
 
     def approach(
         self, bound: Bound, rounds: int = _ROUNDS, known: Fit | None = None, gap: float = EXACT
@@ -155,7 +167,57 @@ class Chooser:
                 low = middle
             else:
                 high = float(best.peak)
-        return min(map(self.lowered, (best, *self.started)), key=lambda fit: (fit.peak, fit.seconds))
+        return min(map(self._deepened, (best, *self.started)), key=lambda fit: (fit.peak, fit.seconds))
+
+    def _deepened(self, fit: Fit) -> Fit:
+        """Return a choice of lower peak: single changes first, then a search for each share of the peak in turn.
+
+        It has an allowance of its own, so that it finds the same from one start whatever was searched before.
+        """
+        self.problem.effort.renew()
+        best, shares = self.lowered(fit), list(_LOWER)
+        while shares:
+            found = self.reached(best, Bound(int(shares[0] * best.peak)))
+            if found.peak < (1 - _PRECISION / 2) * best.peak:
+                best, shares = found, list(_LOWER)
+            else:
+                shares.pop(0)
+        return best
+
+    def reached(self, fit: Fit, bound: Bound) -> Fit:
+        """Return a choice with a lower peak, by steps and by single changes in turn, until it is within ``bound``."""
+        best = fit
+        while best.excess(bound) > 0:
+            found = self.lowered(self.improved(best, bound), bound.peak)
+            if found.peak >= best.peak:
+                break
+            best = found
+        return best
+
+    def improved(self, fit: Fit, bound: Bound) -> Fit:
+        """Return the choice of least peak, or of least time within ``bound``, that is found in steps (`nearby`).
+
+        A step counts if less of the step's live bytes, summed over its moments, is above the bound, or if it takes less
+        time. The next may then change twice as many values; else half as many, and the rows of the failure are added.
+        """
+        best = lowest = fit
+        changes, rows = _CHANGES, list(self._rows_near(fit, bound))
+        while changes and self.problem.effort.take_step(len(self.problem.columns)):
+            ways = Nearby(self.problem, best.ways, changes).best(rows, bound.peak)
+            if ways is None or ways == best.ways:
+                changes //= 2
+                continue
+            found = self.replayed(ways)
+            lowest = min(lowest, found, key=lambda fit: (max(fit.excess(bound), 0), fit.seconds))
+            if (found.above(bound), found.seconds) < (best.above(bound), best.seconds):
+                best, changes, rows = found, min(2 * changes, _MOST_CHANGES), list(self._rows_near(found, bound))
+            else:
+                changes, rows = changes // 2, rows + list(self._rows_near(found, bound))
+        return lowest
+
+    def _rows_near(self, fit: Fit, bound: Bound) -> Iterator[Row]:
+        almost = Bound(int(_ALMOST * bound.peak), bound.waiting)
+        return (moment.row(bound) for moment in self._moments(fit, almost, most=40, near=3))
 
     def lowered(self, fit: Fit, enough: float = 0.0) -> Fit:
         """Return a choice with a lower peak: change the way of values that are kept at the peak, one at a time.
@@ -254,16 +316,16 @@ class Chooser:
                 last[source] = max(last.get(source, 0), last[node] if kind_of(node) is Kind.VIEW else position)
         return last
 
-    def _moments(self, fit: Fit, bound: Bound) -> Iterator[Moment]:
-        """Yield the moments above a bound at which most bytes are live."""
+    def _moments(self, fit: Fit, bound: Bound, most: int = _MOMENTS, near: int = _NEAR) -> Iterator[Moment]:
+        """Yield the ``most`` moments above a bound at which most bytes are live, one of those ``near`` each other."""
         live = fit.replay.timeline.live
         tops = [
             t
             for t in range(len(live))
-            if live[t] > bound.peak and live[t] == max(live[max(t - _NEAR, 0) : t + _NEAR + 1])
+            if live[t] > bound.peak and live[t] == max(live[max(t - near, 0) : t + near + 1])
         ]
         chosen = {self.problem.columns[key] for key in fit.ways.items()}
-        for time in sorted(tops, key=lambda t: -live[t])[:_MOMENTS]:
+        for time in sorted(tops, key=lambda t: -live[t])[:most]:
             sizes = dict(self._living(fit, time))
             yield Moment(sizes, live[time] - sum(size for column, size in sizes.items() if column in chosen))
         if fit.waiting > bound.waiting:

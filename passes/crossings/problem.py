@@ -37,7 +37,7 @@ _SEARCHED = 30  # branch-and-bound nodes of one search
 _WIDE = 500  # columns of one search; in a larger problem equal blocks share columns
 EXACT, ROUGHLY = 1e-3, 0.05
 """Relative optimality gaps: of the choice that is made, and of choices that are only reported."""
-_WHOLE = 1e-6
+WHOLE = 1e-6
 _AMPLIFIED = 1.75  # most by which a recomputation may enlarge the errors of 8-bit copies
 _LITTLE = 1e-9  # seconds added to each way, so that among equal choices the one that does less wins
 
@@ -75,7 +75,7 @@ class Problem:
         for (node, way), column in self.columns.items():
             self._by_node[node][way] = column
         self.cost = np.array([self.seconds(node, way) for node, way in keys])
-        self._rows = list(self._required())
+        self.rows = list(self._required())
         self._tied = self._ties(keys)
 
     def _ties(self, keys: Sequence[tuple[Node, Way]]) -> csr_array:
@@ -300,12 +300,12 @@ class Problem:
 
         if not self.columns:
             return {}
-        constraints = _constraints([*self._rows, *bounds], len(self.columns))
+        constraints = constraints_of([*self.rows, *bounds], len(self.columns))
         relaxed = self._relaxed(constraints)
         if relaxed is None:
             return None
         # Fix the whole numbers of the relaxed solution. If that is infeasible or costs more, also try tied blocks.
-        found, open_ways = None, int((np.abs(relaxed - np.round(relaxed)) > _WHOLE).sum())
+        found, open_ways = None, int((np.abs(relaxed - np.round(relaxed)) > WHOLE).sum())
         if open_ways <= _WIDE:
             found = self._searched(constraints, eye_array(len(self.cost)).tocsr(), relaxed, gap)
         least = float(self.cost @ relaxed)
@@ -321,7 +321,7 @@ class Problem:
         from scipy.optimize import Bounds, milp
 
         bounds = Bounds(np.zeros(len(self.cost)), np.ones(len(self.cost)))
-        answer = milp(self.cost * self._scale, constraints=constraints, bounds=bounds)
+        answer = milp(self.cost * self.scale, constraints=constraints, bounds=bounds)
         found: _Vector | None = answer.x
         return found
 
@@ -334,10 +334,10 @@ class Problem:
         matrix: Any = constraints.A
         size = tied.shape[1]
         least, most = (
-            (np.zeros(size), np.ones(size)) if near is None else (np.floor(near + _WHOLE), np.ceil(near - _WHOLE))
+            (np.zeros(size), np.ones(size)) if near is None else (np.floor(near + WHOLE), np.ceil(near - WHOLE))
         )
         answer = milp(
-            self.cost @ tied * self._scale,
+            self.cost @ tied * self.scale,
             constraints=LinearConstraint(matrix @ tied, constraints.lb, constraints.ub),
             integrality=np.ones(size, dtype=np.int64),
             bounds=Bounds(least, most),
@@ -347,11 +347,13 @@ class Problem:
         return None if answer.x is None else tied @ answer.x
 
     @property
-    def _scale(self) -> float:
-        return 1e3 / max(float(self.cost.sum()), 1e-30)  # brings costs into the range of HiGHS's tolerances
+    def scale(self) -> float:
+        """The factor that the solver's costs have."""
+        return 1e3 / max(float(self.cost.sum()), 1e-30)  # brings them into the range of HiGHS's tolerances
 
 
-def _constraints(rows: Sequence[Row], size: int) -> LinearConstraint:
+def constraints_of(rows: Sequence[Row], size: int) -> LinearConstraint:
+    """Return rows as the solver takes them, for ``size`` columns."""
     from scipy.optimize import LinearConstraint  # imported here: takes 0.5 s, which a start from the cache saves
     from scipy.sparse import coo_array
 
