@@ -386,3 +386,19 @@ def test_a_complex_value_is_reported_and_left_as_it_is(storage: str) -> None:
     x = x8()
     with pytest.warns(fxprec.FxprecWarning, match=r"complex64: complex values are not planned"):
         assert_close(compiled(x), model(x), "output")
+
+
+def test_a_graph_without_inputs_needs_no_compiler_in_the_reference_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> Tensor:
+        return torch.arange(6.0).view(2, 3).cos() + torch.randn(2, 3)
+
+    def refuses(*_: object) -> None:
+        raise AssertionError("Inductor generates code")
+
+    torch.manual_seed(0)
+    expected = made()
+    monkeypatch.setattr("torch._inductor.graph.GraphLowering.codegen", refuses)
+    torch.manual_seed(0)
+    with torch._inductor.config.patch(fallback_random=True):
+        found = torch.compile(made, backend=eager_backend("packed"))()
+    assert_close(found, expected, "output")
