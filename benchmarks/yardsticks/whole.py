@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from math import ceil
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -321,7 +322,7 @@ class Suite:
                 return
 
 
-def apart(name: str, measured: Callable[[], Row], seconds: int) -> Row:
+def apart(name: str, measured: Callable[[], Row], seconds: float) -> Row:
     """Return a row that a process of its own measures.
 
     The process ends after so many seconds of processor time. One that waits for what does not come is ended after four times as
@@ -349,7 +350,7 @@ def apart(name: str, measured: Callable[[], Row], seconds: int) -> Row:
     return row
 
 
-def _send(there: Connection, measured: Callable[[], Row], seconds: int) -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+def _send(there: Connection, measured: Callable[[], Row], seconds: float) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (ceil(seconds), ceil(seconds)))
     there.send(measured())
     there.close()
