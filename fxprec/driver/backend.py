@@ -137,6 +137,8 @@ class Backend(Watched):
         refuse_capture(captured.device, "fxprec compiles a model", NO_CAPTURE)
         if self._settings.recipe.pure:
             captured.refuse_wide_weights(self._settings.recipe)
+        if self._settings.rounds_anything:
+            captured.refuse_layouts()
         tell_of_gradients_within(gm, self._log)
         tell_of_other_options(self.config, captured.identity, self._log)
         layers = LayerDispatcher(self._model, captured, example_inputs)
