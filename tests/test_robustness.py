@@ -402,3 +402,20 @@ def test_a_graph_without_inputs_needs_no_compiler_in_the_reference_lowering(monk
     with torch._inductor.config.patch(fallback_random=True):
         found = torch.compile(made, backend=eager_backend("packed"))()
     assert_close(found, expected, "output")
+
+
+@EVERY_STORAGE
+def test_backward_reads_a_dynamic_size_and_no_copy(storage: str) -> None:
+    """A copy of the bias was made for its size, and the pass that chooses copies failed."""
+
+    def transposed(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.ops.aten.convolution(x, weight, bias, [1], [0], [1], True, [0], 3)
+
+    given = [torch.randn(*shape)[..., ::2].requires_grad_() for shape in ((2, 6, 14), (6, 4, 6), (24,))]
+    backend = eager_backend(storage, low_ratio=1.0)
+    torch.compile(transposed, backend=backend, dynamic=True)(*given).square().sum().backward()
+    found = [t.grad for t in given]
+    exact = [t.detach().clone().requires_grad_() for t in given]
+    transposed(*exact).square().sum().backward()
+    for mine, other in zip(found, exact, strict=True):
+        assert_close(mine, other.grad, "gradient")
