@@ -351,3 +351,10 @@ def test_a_gpu_without_8_bit_floats_stores_packed_codes_and_says_so(monkeypatch)
     backend = eager_backend("native", recipe="bf16", low_ratio=None)
     torch.compile(mlp(), backend=backend)(torch.ones(4, 16)).square().sum().backward()
     assert backend.plans[0].storage == "native", "bf16 has no 8-bit tensors"
+
+
+def test_onednns_own_layout_is_refused() -> None:
+    """A copy of it failed in the kernel that allocates the copy."""
+    words = r"has the layout torch\._mkldnn: .*call \.to_dense\(\) before"
+    model, x = nn.Conv2d(4, 4, 3), torch.randn(2, 4, 8, 8).to_mkldnn()
+    assert_refused(fxprec.errors.LoweringError, words, model=model, x=x, recipe="fp8")

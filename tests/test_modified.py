@@ -1,4 +1,7 @@
-"""A weight changed between forward and backward is an error, as in autograd, and nothing else is."""
+"""A weight changed between forward and backward is an error, as in autograd.
+
+What a model returned may be changed where backward reads a copy of it. Autograd keeps no copy and raises an error.
+"""
 
 from __future__ import annotations
 
@@ -106,3 +109,14 @@ def test_a_weight_that_backward_does_not_read_may_change() -> None:
         model[4].bias.zero_()
     late.backward()
     assert fxprec.ModifiedInPlaceError is ModifiedInPlaceError
+
+
+@pytest.mark.parametrize("storage", ["native", "packed"])  # "simulate" stores no copies
+def test_returned_indices_may_be_overwritten_since_backward_reads_a_copy(storage: str) -> None:
+    """PyTorch's test of pooling expects an error here; Inductor's kernel finds the index 4 out of bounds."""
+    x = torch.arange(1.0, 17.0).view(2, 2, 4).requires_grad_()
+    out, indices = compiled(nn.MaxPool1d(2, return_indices=True), storage)(x)
+    indices.add_(1)
+    out.sum().backward()
+    assert x.grad is not None
+    assert x.grad.flatten().tolist() == [0.0, 1.0] * 8

@@ -386,3 +386,36 @@ def test_a_complex_value_is_reported_and_left_as_it_is(storage: str) -> None:
     x = x8()
     with pytest.warns(fxprec.FxprecWarning, match=r"complex64: complex values are not planned"):
         assert_close(compiled(x), model(x), "output")
+
+
+def test_a_graph_without_inputs_needs_no_compiler_in_the_reference_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> Tensor:
+        return torch.arange(6.0).view(2, 3).cos() + torch.randn(2, 3)
+
+    def refuses(*_: object) -> None:
+        raise AssertionError("Inductor generates code")
+
+    torch.manual_seed(0)
+    expected = made()
+    monkeypatch.setattr("torch._inductor.graph.GraphLowering.codegen", refuses)
+    torch.manual_seed(0)
+    with torch._inductor.config.patch(fallback_random=True):
+        found = torch.compile(made, backend=eager_backend("packed"))()
+    assert_close(found, expected, "output")
+
+
+@EVERY_STORAGE
+def test_backward_reads_a_dynamic_size_and_no_copy(storage: str) -> None:
+    """A copy of the bias was made for its size, and the pass that chooses copies failed."""
+
+    def transposed(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.ops.aten.convolution(x, weight, bias, [1], [0], [1], True, [0], 3)
+
+    given = [torch.randn(*shape)[..., ::2].requires_grad_() for shape in ((2, 6, 14), (6, 4, 6), (24,))]
+    backend = eager_backend(storage, low_ratio=1.0)
+    torch.compile(transposed, backend=backend, dynamic=True)(*given).square().sum().backward()
+    found = [t.grad for t in given]
+    exact = [t.detach().clone().requires_grad_() for t in given]
+    transposed(*exact).square().sum().backward()
+    for mine, other in zip(found, exact, strict=True):
+        assert_close(mine, other.grad, "gradient")

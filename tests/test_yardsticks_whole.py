@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,11 @@ def test_a_model_that_a_limit_ends_is_late() -> None:
     assert (row.late, row.left_out) == ("longer than 60 s", "")
 
 
+def test_a_model_that_waits_is_late() -> None:
+    row = whole.apart("waits", lambda: time.sleep(60), seconds=0.1)
+    assert row.late == "longer than 0.1 s"
+
+
 def test_a_small_gradient_is_measured_by_all_of_them() -> None:
     exact = whole.Numbers([], {"large": torch.ones(4), "small": torch.full((4,), 1e-3)})
     found = whole.Numbers([], {"large": torch.ones(4)})
@@ -191,29 +197,55 @@ def test_paritybench_is_read_by_path(tmp_path: Path) -> None:
         paritybench.models(tmp_path / "generated")
 
 
+PYTORCHS = """
+import torch
+from torch.testing._internal.common_device_type import instantiate_device_type_tests
+from torch.testing._internal.common_utils import TestCase, load_tests
+
+class TestSmall(TestCase):
+    def test_right(self):
+        torch.nn.Linear(4, 4)(torch.ones(2, 4)).sin().sum().backward()
+    def test_wrong(self):
+        self.assertEqual(torch.ones(2).sin(), torch.ones(2))
+    def test_nothing(self):
+        self.assertEqual(1, 1)
+    def test_elsewhere(self):
+        self.assertEqual(torch.ones(2, device="xpu").cuda().sin().device.type, "cuda")
+    def test_undefined(self):
+        x = torch.ones(2, requires_grad=True)
+        y, z = x.sin(), x.cos()
+        (y * z).sum().backward()
+        torch._dynamo.graph_break()
+        assert not torch._dynamo.config.compiled_autograd
+"""
+FOR_EACH_DEVICE = """
+class TestDevices(TestCase):
+    def test_a_gpu(self, device):
+        self.assertNotEqual(torch.ones(2, device=device).sin().device.type, "cuda")
+
+instantiate_device_type_tests(TestDevices, globals())
+"""
+
+
 def test_pytorchs_tests_are_read_by_path(tmp_path: Path) -> None:
     """In a process of their own: torch's test utilities read at their import what to compile with."""
-    (tmp_path / "test_small.py").write_text(
-        "import torch\nfrom torch.testing._internal.common_utils import TestCase\nclass TestSmall(TestCase):\n"
-        "    def test_right(self):\n        torch.nn.Linear(4, 4)(torch.ones(2, 4)).sin().sum().backward()\n"
-        "    def test_wrong(self):\n        self.assertEqual(torch.ones(2).sin(), torch.ones(2))\n",
-        encoding="utf-8",
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.yardsticks",
-        "tests",
-        "--checkout",
-        str(tmp_path),
-        "--file",
-        "test_small.py",
-    ]
-    tests = [f"test_small.TestSmall.test_{name}" for name in ("right", "wrong")]
-    command += ["--only", *tests]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
-    assert "near      passed 1  failed 0  refused 0  left out 1" in done.stdout, "what fails under aot too is left out"
-    assert "aot       passed 0  failed 1" in done.stdout
+    (tmp_path / "test_small.py").write_text(PYTORCHS, encoding="utf-8")
+    (tmp_path / "test_devices.py").write_text(PYTORCHS + FOR_EACH_DEVICE, encoding="utf-8")
+    module = "benchmarks.yardsticks"
+    command = [sys.executable, "-m", module, "tests", "--recipes", "plain", "--checkout", str(tmp_path)]
+
+    def run(file: str, *tests: str) -> str:
+        names = [f"{file}.{name}" for name in tests]
+        here = {"capture_output": True, "text": True, "cwd": Path(__file__).parents[1]}
+        return subprocess.run([*command, "--file", f"{file}.py", "--only", *names], check=False, **here).stdout
+
+    small = [f"TestSmall.test_{name}" for name in ("right", "wrong", "nothing", "elsewhere", "undefined")]
+    said = run("test_small", *small)
+    assert "plain     passed 3  failed 0  refused 0  left out 2" in said, "what fails under aot too is left out"
+    assert "aot       passed 0  failed 1" in said
+    assert "left out: Dynamo compiles nothing of it" in said
+    said = run("test_devices", "TestDevicesCPU.test_a_gpu_cpu")
+    assert "plain     passed 1" in said, "a file with tests for each device is read as it is"
 
 
 def test_what_the_tests_tolerance_cannot_judge_is_refused(

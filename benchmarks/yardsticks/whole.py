@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from math import ceil
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -284,6 +285,12 @@ def _compared(backend: Any, reference: Reference, column: str) -> tuple[Cell, in
     return cell, counters["stats"]["unique_graphs"]
 
 
+def warm(columns: Iterable[str]) -> None:
+    """Import, before processes are forked, what is imported when something compiles."""
+    for make in (_linear, _convolution):
+        measure(Model("warm", make), columns)
+
+
 def _linear() -> Made:
     return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), (torch.ones(2, 4),), {}
 
@@ -304,8 +311,7 @@ class Suite:
 
     def rows(self) -> Iterator[Row]:
         """Yield a row a model, each made in a process of its own: a model may hang, or end its process."""
-        for warm in (_linear, _convolution):
-            measure(Model("what is imported when something compiles", warm), self.columns)
+        warm(self.columns)
         counted = 0
         for model in self.models if self.wanted > 0 else ():
             row = apart(model.name, partial(measure, model, self.columns), self.seconds)
@@ -316,13 +322,19 @@ class Suite:
                 return
 
 
-def apart(name: str, measured: Callable[[], Row], seconds: int) -> Row:
-    """Return a row that a process of its own measures, which ends after so many seconds of processor time."""
+def apart(name: str, measured: Callable[[], Row], seconds: float) -> Row:
+    """Return a row that a process of its own measures.
+
+    The process ends after so many seconds of processor time. One that waits for what does not come is ended after four times as
+    many.
+    """
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(there, measured, seconds), daemon=True)
     process.start()
     there.close()
+    if not here.poll(4 * seconds):
+        process.kill()
     try:
         row: Row = here.recv()
     except EOFError:
@@ -338,7 +350,7 @@ def apart(name: str, measured: Callable[[], Row], seconds: int) -> Row:
     return row
 
 
-def _send(there: Connection, measured: Callable[[], Row], seconds: int) -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+def _send(there: Connection, measured: Callable[[], Row], seconds: float) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (ceil(seconds), ceil(seconds)))
     there.send(measured())
     there.close()

@@ -19,6 +19,7 @@ from fxprec.driver import capture, saved_state
 from fxprec.driver.compiled import CompileReport
 from fxprec.driver.event_log import EventLog, warn_user
 from fxprec.driver.graph import PlannedGraph
+from fxprec.driver.interpreter import interpreted
 from fxprec.driver.model import LayerDispatcher, Model
 from fxprec.driver.option_checks import (
     following,
@@ -44,6 +45,10 @@ from fxprec.runtime.stats import NO_CAPTURE, steps_late
 
 if TYPE_CHECKING:
     from fxprec.driver.record import Recorder
+
+
+def _interpreted(gm: GraphModule, *_: object, **__: object) -> Callable[..., Any]:
+    return interpreted(gm)
 
 
 class Backend(Watched):
@@ -126,20 +131,30 @@ class Backend(Watched):
         tell_of_new_versions(self._log)
         tell_of_no_effect(self._settings, self._log, is_planned=self._is_planned, given=self._given_plan)
         if not self._is_planned or not example_inputs:
-            result: Callable[..., Any] = compat.compile_fx(
-                gm, example_inputs, config_patches=compat.mode_settings(self.config.mode)
-            )
-            return result
+            return self._unplanned(gm, example_inputs)
         want_whole_graphs(self._settings)
         captured = capture.Captured.take(gm, example_inputs)
         refuse_capture(captured.device, "fxprec compiles a model", NO_CAPTURE)
         if self._settings.recipe.pure:
             captured.refuse_wide_weights(self._settings.recipe)
+        if self._settings.rounds_anything:
+            captured.refuse_layouts()
         tell_of_gradients_within(gm, self._log)
         tell_of_other_options(self.config, captured.identity, self._log)
         layers = LayerDispatcher(self._model, captured, example_inputs)
         captured.forget_examples()
         return layers.__call__  # a bound method: debuggers such as depyf read the code of the callable
+
+    def _unplanned(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile a graph that has nothing to round, by Inductor or by the reference lowering."""
+        result: Callable[..., Any]
+        mode = compat.mode_settings(self.config.mode)
+        if self.config.lowering != "eager":
+            result = compat.compile_fx(gm, example_inputs, config_patches=mode)
+            return result
+        with compat.stored_autograd(None):
+            result = compat.compile_fx(gm, example_inputs, _interpreted, config_patches=mode)
+        return result
 
     @property
     def _is_planned(self) -> bool:

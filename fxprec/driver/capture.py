@@ -88,6 +88,15 @@ class Captured:
                     f"model.to({wanted}) before, and train with fxprec.optim"
                 )
 
+    def refuse_layouts(self) -> None:
+        """Raise `LoweringError` for an input in oneDNN's own layout, which has no strides that a copy could take."""
+        for known, value in zip(self.inputs, self.examples, strict=False):
+            if isinstance(value, torch.Tensor) and value.is_mkldnn:
+                raise LoweringError(
+                    f"{known.name} has the layout {value.layout}: fxprec stores strided tensors only; call .to_dense() "
+                    'before, or compile this part with backend="inductor"'
+                )
+
     @contextmanager
     def tracing(self) -> Iterator[Sequence[Any]]:
         """Yield examples to compile with. Outside of Dynamo the examples are fake.

@@ -73,12 +73,12 @@ def argument(node: Node, position: int, default: object = None) -> object:
     return node.args[position] if position < len(node.args) else default
 
 
-def item_of(node: Node) -> tuple[Node, int] | None:
+def item_of(node: Node) -> tuple[Node, int | str] | None:
     """Return (operator with several results, index of one) if ``node`` takes one of them, else None."""
     if node.target is not operator.getitem:
         return None
     _, index = node.args
-    assert isinstance(index, int), f"{node.format_node()} takes no single result"
+    assert isinstance(index, int | str), f"{node.format_node()} takes no single result"  # a str of a Triton kernel
     return input_at(node, 0), index
 
 

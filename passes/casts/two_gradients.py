@@ -27,7 +27,7 @@ def split_gradients(graph: Graph) -> None:
         args: Any = node.args
         gradient, x, weight, _, stride, padding, dilation, is_transposed, _, groups, mask = args
         items = {item[1]: user for user in node.users if (item := item_of(user)) is not None}
-        if is_transposed or not mask[1] or 0 not in items:
+        if is_transposed or not mask[1] or 0 not in items or _is_empty(gradient) or _is_empty(weight):
             continue
         beyond = _output_padding(tensor_of(x), tensor_of(gradient), tensor_of(weight), stride, padding, dilation)
         if beyond is None:
@@ -38,6 +38,11 @@ def split_gradients(graph: Graph) -> None:
             transposed = (gradient, weight, None, stride, padding, dilation, True, beyond, groups)
             new = emit(graph, _CONVOLUTION, transposed, items[0], val=tensor_of(items[0]))
         replace_node(items[0], new)
+
+
+def _is_empty(node: Node) -> bool:
+    """Return whether a tensor has no elements. ATen's convolution takes such weights, transposed it refuses them."""
+    return any(isinstance(size, int) and size == 0 for size in tensor_of(node).shape)
 
 
 def _shape_of(weight: Node, gradient: Node) -> Node:

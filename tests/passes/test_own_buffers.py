@@ -337,3 +337,15 @@ def test_a_gradient_that_is_not_asked_for_is_left() -> None:
     before = str(gm.graph)
     split_gradients(gm.graph)
     assert str(gm.graph) == before
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_a_convolution_of_no_channels_keeps_its_one_call(batch: int) -> None:
+    """A transposed convolution of a weight without elements is an error of ATen's."""
+    layer = nn.Conv2d(2, 12, 3, bias=False)
+    layer.weight = nn.Parameter(torch.randn(12, 0, 3, 3))
+    x = torch.randn(batch, 0, 8, 8, requires_grad=True)
+    torch.compile(layer, backend=eager_backend("packed", recipe="bf16"))(x).sum().backward()
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    assert (x.grad.shape, layer.weight.grad.shape) == (x.shape, layer.weight.shape)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fxprec import compat
 from fxprec.config.processor import Processor
 from fxprec.ir.grouped import GroupedMm
 from fxprec.ir.operators import Cost, Trait, having, those
@@ -133,7 +134,8 @@ def can_repeat(node: Node) -> bool:
         return False
     if draws(node) or draws(made_by(node)):
         return False
-    return isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+    target = made_by(node).target
+    return isinstance(target, torch._ops.OpOverload) or target is compat.TritonCalls.target
 
 
 def is_square(node: Node) -> bool:

@@ -135,7 +135,7 @@ class Step:
     def needs_no_saving(self, node: Node) -> bool:
         """Return whether backward has a value without saving it: an input, a constant, or a number."""
         if node not in self._free:
-            holds_nothing = value(node) is None and not isinstance(node.meta.get("val"), list | tuple)
+            holds_nothing = value(node) is None and not isinstance(node.meta.get("val"), list | tuple | dict)
             self._free[node] = node.op != "call_function" or holds_nothing
         return self._free[node]
 
