@@ -17,7 +17,7 @@ from fxprec.ir.operators import HighReason
 from fxprec.ir.symbolic import AS_STORED, Dequantize, KeepNonfinite, Quantize, stored_dtype
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis.joint import is_backward, operator_of, tensor_of
-from fxprec.passes.analysis.ops import MUTATIONS, SIZES
+from fxprec.passes.analysis.ops import MUTATIONS
 from fxprec.passes.analysis.regions import REGION_META
 from fxprec.passes.analysis.tensors import GROUP_META, CountedTensor
 from fxprec.plan import Site
@@ -207,8 +207,9 @@ class SiteBook:
 
     def store_result(self, node: Node, tensor: CountedTensor, inside: Collection[Node]) -> None:
         """Store a value behind the node that computes it, for all readers but those ``inside`` its own operator."""
-        users = [user for user in node.users if user not in inside and user.target not in MUTATIONS | SIZES]
-        for size in [user for user in node.users if user.target in SIZES]:
+        sizes = [user for user in node.users if isinstance(user.meta.get("val"), torch.SymInt)]
+        users = [user for user in node.users if user not in (*inside, *sizes) and user.target not in MUTATIONS]
+        for size in sizes:
             _move_to_forward(size, node)
         with self.graph.inserting_before(insertion_point_after(node).next):
             q, x = self.store(node, tensor)

@@ -19,7 +19,6 @@ from fxprec.driver import capture, saved_state
 from fxprec.driver.compiled import CompileReport
 from fxprec.driver.event_log import EventLog, warn_user
 from fxprec.driver.graph import PlannedGraph
-from fxprec.driver.interpreter import interpreted
 from fxprec.driver.model import LayerDispatcher, Model
 from fxprec.driver.option_checks import (
     following,
@@ -30,6 +29,7 @@ from fxprec.driver.option_checks import (
     want_whole_graphs,
 )
 from fxprec.driver.uncompiled import WATCH, Frames, Watched
+from fxprec.driver.unplanned import unplanned
 from fxprec.errors import ConfigError, FxprecError, LoweringError, NonfiniteError
 from fxprec.plan import Plan, shown
 from fxprec.plan.edits import as_edited
@@ -45,10 +45,6 @@ from fxprec.runtime.stats import NO_CAPTURE, steps_late
 
 if TYPE_CHECKING:
     from fxprec.driver.record import Recorder
-
-
-def _interpreted(gm: GraphModule, *_: object, **__: object) -> Callable[..., Any]:
-    return interpreted(gm)
 
 
 class Backend(Watched):
@@ -131,7 +127,7 @@ class Backend(Watched):
         tell_of_new_versions(self._log)
         tell_of_no_effect(self._settings, self._log, is_planned=self._is_planned, given=self._given_plan)
         if not self._is_planned or not example_inputs:
-            return self._unplanned(gm, example_inputs)
+            return unplanned(gm, example_inputs, self.config)
         want_whole_graphs(self._settings)
         captured = capture.Captured.take(gm, example_inputs)
         refuse_capture(captured.device, "fxprec compiles a model", NO_CAPTURE)
@@ -144,17 +140,6 @@ class Backend(Watched):
         layers = LayerDispatcher(self._model, captured, example_inputs)
         captured.forget_examples()
         return layers.__call__  # a bound method: debuggers such as depyf read the code of the callable
-
-    def _unplanned(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile a graph that has nothing to round, by Inductor or by the reference lowering."""
-        result: Callable[..., Any]
-        mode = compat.mode_settings(self.config.mode)
-        if self.config.lowering != "eager":
-            result = compat.compile_fx(gm, example_inputs, config_patches=mode)
-            return result
-        with compat.stored_autograd(None):
-            result = compat.compile_fx(gm, example_inputs, _interpreted, config_patches=mode)
-        return result
 
     @property
     def _is_planned(self) -> bool:

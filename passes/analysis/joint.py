@@ -73,12 +73,15 @@ def argument(node: Node, position: int, default: object = None) -> object:
     return node.args[position] if position < len(node.args) else default
 
 
-def item_of(node: Node) -> tuple[Node, int | str] | None:
-    """Return (operator with several results, index of one) if ``node`` takes one of them, else None."""
+def item_of(node: Node) -> tuple[Node, Any] | None:
+    """Return (operator with several results, index of one) if ``node`` takes one of them, else None.
+
+    The index is an int; a str for a kernel that a user wrote in Triton.
+    """
     if node.target is not operator.getitem:
         return None
     _, index = node.args
-    assert isinstance(index, int | str), f"{node.format_node()} takes no single result"  # a str of a Triton kernel
+    assert isinstance(index, int | str), f"{node.format_node()} takes no single result"
     return input_at(node, 0), index
 
 

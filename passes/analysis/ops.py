@@ -54,6 +54,4 @@ WAITS = compat.waits_for_collectives()
 # Operators that write functionalised mutations back to inputs; they are never part of an operator of the model.
 MUTATIONS = having(Trait.MUTATES)
 
-SIZES = frozenset({aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default})
-"""Operators that read a dynamic size and no element."""
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
