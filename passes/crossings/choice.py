@@ -167,7 +167,11 @@ class Chooser:
                 low = middle
             else:
                 high = float(best.peak)
-        return min(map(self._deepened, (best, *self.started)), key=lambda fit: (fit.peak, fit.seconds))
+        return min((self._deepened(best), *self._deepest), key=lambda fit: (fit.peak, fit.seconds))
+
+    @cached_property
+    def _deepest(self) -> list[Fit]:
+        return [self._deepened(fit) for fit in self.started]
 
     def _deepened(self, fit: Fit) -> Fit:
         """Return a choice of lower peak: single changes first, then a search for each share of the peak in turn.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 
 from torch.fx import Node
 
@@ -17,7 +16,7 @@ from fxprec.passes.crossings.best_of import BestOf
 from fxprec.passes.crossings.choice import Chooser, Fit
 from fxprec.passes.crossings.costs import Rates
 from fxprec.passes.crossings.needs import Needs
-from fxprec.passes.crossings.problem import Problem, Ways
+from fxprec.passes.crossings.problem import Problem
 from fxprec.passes.crossings.progress import Progress
 from fxprec.passes.crossings.reserve import enough_for, reserved
 from fxprec.passes.crossings.without_budget import ways_without_budget
@@ -50,7 +49,7 @@ def within_budget(work: Work, needs: Needs, goal: PeakBudget, progress: Progress
         fit = min(found, key=lambda fit: (max(fit.excess(bound), 0), fit.seconds))
         if fit.excess(bound) > 0:
             if not part.shares:
-                fit = _reached(fit, needs, rates, work.settings.ways, start)
+                fit = _reached(fit, chooser)
             whole = everything if part.budget is None else 0
             least = budget - free + math.ceil(fit.excess(bound))
             raise _out_of_reach(budget, least, free, work, fit, whole)
@@ -73,10 +72,9 @@ def within_budget(work: Work, needs: Needs, goal: PeakBudget, progress: Progress
     return fit, peak
 
 
-def _reached(fit: Fit, needs: Needs, rates: Rates, allowed: Collection[str], start: Ways) -> Fit:
+def _reached(fit: Fit, chooser: BestOf) -> Fit:
     """Return a choice whose peak a search within that peak reaches, so that it can be given as the budget."""
     for _ in range(_AGAIN):
-        chooser = BestOf.of(needs, rates, allowed, start=start)
         bound = Bound(fit.peak)
         found = chooser.within(bound)
         if found is None or found.excess(bound) > 0:
