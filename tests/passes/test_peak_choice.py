@@ -19,6 +19,7 @@ from fxprec.passes.analysis.ops import CASTS
 from fxprec.passes.analysis.replay.kernels import Kind
 from fxprec.passes.analysis.ways import FROM_EXACT, FROM_ROUNDED, Form, Recompute, Way
 from fxprec.passes.budget_part import Bound
+from fxprec.passes.crossings import choice
 from fxprec.passes.crossings.best_of import BestOf
 from fxprec.passes.crossings.choice import Chooser, Fit
 from fxprec.passes.crossings.costs import Rates
@@ -145,7 +146,7 @@ def obeys(problem: Problem, ways: Ways) -> bool:
     return all(least <= total <= most for total, (_, least, most) in zip(sums, problem.rows, strict=True))
 
 
-def test_steps_lead_to_a_lower_peak_and_to_less_time(chooser: Chooser) -> None:
+def test_steps_lead_to_a_lower_peak_and_to_less_time(chooser: Chooser, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the choice without a budget down to a bound; and from any choice within it to one that takes less time."""
     highest = chooser.unlimited
     least = chooser.lowered(highest)
@@ -158,6 +159,15 @@ def test_steps_lead_to_a_lower_peak_and_to_less_time(chooser: Chooser) -> None:
         assert faster.seconds <= start.seconds
         assert obeys(chooser.problem, faster.ways)
     assert chooser.improved(least, bound).seconds < least.seconds
+    monkeypatch.setattr(chooser, "approach", lambda *_, **__: [least])
+    found_within = chooser.within(bound)
+    assert found_within is not None
+    assert found_within.seconds < least.seconds
+    monkeypatch.setattr(choice, "_CHANGES", 4)
+    monkeypatch.setattr(choice, "_MOST_CHANGES", 4)
+    far = chooser.improved(highest, bound)
+    changed = [node for node in far.ways.keys() | highest.ways.keys() if far.ways.get(node) != highest.ways.get(node)]
+    assert len(changed) > 4, "one step after the other"
 
 
 def test_a_step_changes_no_more_values_than_it_may(chooser: Chooser) -> None:
