@@ -5,6 +5,7 @@
     python -m benchmarks.optim.states weights-4bit, training-4bit    # the same of states in 4 bits; training of 3 seeds
     python -m benchmarks.optim.states training    # whole optimizers: held-out loss of a byte-level transformer
     python -m benchmarks.optim.states bf16        # the same with bf16 weights
+    python -m benchmarks.optim.states whole       # the same with bf16 weights, compiled in fp8, stepped in backward; 3 seeds
     python -m benchmarks.optim.states clipping    # the same, float32 states, clipped by this step's norm and the last's
     python -m benchmarks.optim.states summed      # the same, gradients of 16 backward passes summed before each step
     python -m benchmarks.optim.states muon        # the same, Muon for the layers' matrices, its average held in fewer bits
@@ -124,6 +125,10 @@ MUON: dict[str, Callable[..., Any]] = {
         make_adamw=torch.optim.AdamW,
     ),
     **{f"fxprec Muon {held}": _muon(held, update="nearest") for held in ("float32", "bf16", "8bit", "4bit")},
+}
+WHOLE: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    f"fxprec fp8, bf16 weights, {held}, stepped in backward": partial(fxprec.optim.AdamW, states=held)
+    for held in ("8bit", "4bit")
 }
 BF16_WEIGHTS = {"fxprec 8bit, bf16 weights, stochastic": partial(fxprec.optim.AdamW, states="8bit")}
 
@@ -288,10 +293,11 @@ def training(
     sides: Mapping[str, Callable[..., torch.optim.Optimizer]] = SIDES,
     dtype: torch.dtype = torch.float32,
     passes: int = 1,
+    recipe: str = "",
 ) -> dict[str, Any]:
     """Return, for each side, held-out loss by seed and the training loss of the last tenth, in nats a byte.
 
-    A step's batch of 16 goes through that many backward passes.
+    A step's batch of 16 goes through that many backward passes. With a recipe the model is compiled, with the optimizer.
     """
     found: dict[str, Any] = {}
     task = text_task(steps=steps, batch=16, context=CONTEXT)
@@ -301,9 +307,11 @@ def training(
             model = CharTransformer(vocab=256, context=CONTEXT, layers=2, width=width)
             model.to(dtype)
             optimizer = make(model.parameters(), lr=RATE)
-            trained = _summing(model, optimizer) if optimizer.defaults.get("gradients") == "bf16" else model
+            sums = optimizer.defaults.get("gradients") == "bf16"
+            trained = _compiled(model, optimizer, recipe or "fp32") if recipe or sums else model
             losses, began = [], time.perf_counter()
             for step, (inputs, targets) in zip(range(steps), task.batches(seed), strict=False):
+                set_rate(optimizer, rate_at(step, steps))
                 parts_of_loss = []
                 for part, wanted in zip(inputs.chunk(passes), targets.chunk(passes), strict=True):
                     loss = cross_entropy(trained(part), wanted) / passes
@@ -311,7 +319,6 @@ def training(
                     parts_of_loss.append(float(loss.detach()))
                     if side == NEAREST:
                         _round_sums(model)
-                set_rate(optimizer, rate_at(step, steps))
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(sum(parts_of_loss))
@@ -329,9 +336,9 @@ def _round_sums(model: nn.Module) -> None:
             p.grad.copy_(p.grad.bfloat16())
 
 
-def _summing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
+def _compiled(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str) -> Callable[[Tensor], Tensor]:
     compiled: Callable[[Tensor], Tensor] = _COMPILE(
-        model, backend="fxprec", options={"recipe": "fp32", "optimizer": optimizer}
+        model, backend="fxprec", options={"recipe": recipe, "optimizer": optimizer}
     )
     return compiled
 
@@ -357,6 +364,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "weights": weights,
     "training": training,
     "bf16": partial(training, sides=BF16_WEIGHTS, dtype=torch.bfloat16),
+    "whole": partial(training, seeds=3, sides=WHOLE, dtype=torch.bfloat16, recipe="fp8"),
     "weights-4bit": partial(weights, sides=FEWER),
     "training-4bit": partial(training, seeds=3, sides=FEWER),
     "clipping": partial(training, seeds=3, sides=CLIPPED),
