@@ -22,8 +22,9 @@ from fxprec.numerics.formats import parse
 from fxprec.passes.analysis.replay.other_sizes import other_sizes
 from fxprec.passes.base import GivenPeak, Pass, Work
 from fxprec.passes.compute_high import UNREAD
-from fxprec.passes.crossings.choice import Chooser, Fit
+from fxprec.passes.crossings.choice import Chooser
 from fxprec.passes.crossings.given_plan import as_given
+from fxprec.passes.crossings.moments import Fit
 from fxprec.passes.crossings.needs import Needs, find_formats, needs_of
 from fxprec.passes.crossings.peak_budget import within_budget
 from fxprec.passes.crossings.progress import Progress

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from fxprec.passes.budget_part import Bound
-from fxprec.passes.crossings.choice import Chooser, Fit
+from fxprec.passes.crossings.choice import Chooser
 from fxprec.passes.crossings.costs import Rates
 from fxprec.passes.crossings.curve import curve
 from fxprec.passes.crossings.effort import Effort
+from fxprec.passes.crossings.moments import Fit
 from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.crossings.overlap import overlapped
 from fxprec.passes.crossings.problem import Problem, Ways

@@ -10,71 +10,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import numpy as np
-from torch.fx import Node
-
-from fxprec.passes.analysis.replay.kernels import Kind, kind_of, result_bytes
 from fxprec.passes.analysis.replay.replay import Kept, Replay
-from fxprec.passes.analysis.ways import Form, Way
+from fxprec.passes.analysis.ways import Form
 from fxprec.passes.budget_part import Bound
+from fxprec.passes.crossings.moments import Fit, Moment, Moments
 from fxprec.passes.crossings.nearby import Nearby
 from fxprec.passes.crossings.problem import EXACT, Problem, Row, Ways
 
 _ROUNDS, _FEW_ROUNDS = 12, 5
 _TIGHTER = (0.95, 0.9)
-_MOMENTS = 12
-_NEAR = 8  # among moments this close only the one with the most live bytes gets a row
 _TRIALS = 5
 _PRECISION = 0.01  # relative precision of the least peak
 _CHANGES, _MOST_CHANGES = 16, 64  # values that a step of `improved` changes: the first, and any
 _ALMOST = 0.95  # share of a bound above which a moment gets a row in `improved`
+_FAR = 0.7  # share of the least found peak below which no step was seen to reach
 _LOWER = (0.97, 0.93, 0.85, 0.7)  # shares of the least known peak that are tried as bounds
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A moment of the step, with the bytes that are live then.
-
-    ``sizes`` has, by column, the bytes of each way that is live then, or would be. ``base`` has all other live bytes.
-    """
-
-    sizes: dict[int, float]
-    base: float
-    is_between: bool = False
-    """Whether this is the moment between forward and backward."""
-
-    def row(self, bound: Bound) -> Row:
-        """Return the solver's row: coefficients by column, lower and upper limit, in bytes."""
-        return self.sizes, -np.inf, (bound.waiting if self.is_between else bound.peak) - self.base
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A choice, and the tensors in memory when it is replayed."""
-
-    replay: Replay
-    ways: Ways
-    seconds: float
-    """Predicted time of recomputing, rounding and moving values."""
-
-    @property
-    def peak(self) -> int:
-        """Return the live bytes at the step's peak."""
-        return self.replay.peak
-
-    @property
-    def waiting(self) -> int:
-        """Return the bytes that are live between forward and backward: saved tensors and outputs."""
-        return self.replay.timeline.waiting
-
-    def excess(self, bound: Bound) -> float:
-        """Return the most bytes by which the choice exceeds either limit of a bound; 0 or less if it does not."""
-        return max(self.peak - bound.peak, self.waiting - bound.waiting)
-
-    def above(self, bound: Bound) -> float:
-        """Return the bytes above a bound, summed over all moments of the step; 0 if it is within the bound."""
-        waiting = max(self.waiting - bound.waiting, 0)
-        return waiting + sum(live - bound.peak for live in self.replay.timeline.live if live > bound.peak)
 
 
 @dataclass
@@ -86,11 +36,7 @@ class Chooser:
     """A choice to begin from, besides those that the search finds; empty: none."""
 
     def __post_init__(self) -> None:
-        step = self.problem.needs.step
-        self._order = {n: i for half in (step.forward, step.backward) for i, n in enumerate(half)}
-        self._first_read, self._last_read = self._reads_in_backward()
-        self._last_read_in_forward = self._reads_in_forward()
-        self._in_memory = {node: _is_in_memory(node) for node in self.problem.nodes}
+        self._moments = Moments(self.problem)
         self._missed = 0.0  # the last peak bound that `within` could not reach
         self._lowest: Fit | None = None  # the choice of least peak found for that bound
 
@@ -117,10 +63,11 @@ class Chooser:
         if not _within(found, bound):
             found.append(self.lowered(min(found, key=lambda fit: fit.peak), bound.peak))
         found += (self.lowered(fit, bound.peak) for fit in self.started)
+        lowest = min(found, key=lambda fit: fit.peak)
+        if not _within(found, bound) and bound.peak > _FAR * lowest.peak:
+            found.append(lowest := self.reached(lowest, bound))
         if not _within(found, bound):
-            found.append(self.reached(min(found, key=lambda fit: fit.peak), bound))
-        if not _within(found, bound):
-            self._missed, self._lowest = bound.peak, min(found, key=lambda fit: fit.peak)
+            self._missed, self._lowest = bound.peak, lowest
             return None
         return self.improved(min(_within(found, bound), key=lambda fit: fit.seconds), bound)
 
@@ -136,7 +83,7 @@ class Chooser:
             yield fit
             if fit.excess(bound) <= 0:
                 return
-            moments += self._moments(fit, bound.less(short))
+            moments += self._moments.above(fit, bound.less(short))
             rows = [moment.row(bound.less(short)) for moment in moments]
             rows += [] if known is None else [self.problem.faster_than(known.seconds)]
             ways = self.problem.solve(rows, gap)
@@ -221,7 +168,7 @@ class Chooser:
 
     def _rows_near(self, fit: Fit, bound: Bound) -> Iterator[Row]:
         almost = Bound(int(_ALMOST * bound.peak), bound.waiting)
-        return (moment.row(bound) for moment in self._moments(fit, almost, most=40, near=3))
+        return (moment.row(bound) for moment in self._moments.above(fit, almost, most=40, near=3))
 
     def lowered(self, fit: Fit, enough: float = 0.0) -> Fit:
         """Return a choice with a lower peak: change the way of values that are kept at the peak, one at a time.
@@ -293,93 +240,6 @@ class Chooser:
         copied_inputs = {node: form for node, form in needs.forced.items() if needs.step.needs_no_saving(node)}
         return copied_inputs | {node: way for node, way in ways.items() if isinstance(way, Form) and node not in inputs}
 
-    def _reads_in_backward(self) -> tuple[dict[Node, int], dict[Node, int]]:
-        """Return when backward first and last reads each value, by position among backward's nodes.
-
-        For values that only repeated nodes read, the positions are estimates.
-        """
-        step = self.problem.needs.step
-        first: dict[Node, int] = {}
-        last: dict[Node, int] = {}
-        for position, node in enumerate(step.backward):
-            for wanted in map(step.undecoded, step.wanted_by(node)):
-                first.setdefault(wanted, position)
-                last[wanted] = position
-        for node in reversed(self.problem.nodes):
-            for source in self.problem.sources(node) if node in first else ():
-                last[source] = max(last.get(source, 0), first[node])
-                first.setdefault(source, first[node])
-        return first, last
-
-    def _reads_in_forward(self) -> dict[Node, int]:
-        """Return when forward last reads each value, views included, by position among forward's nodes."""
-        last = dict[Node, int]()
-        for position, node in reversed([*enumerate(self.problem.needs.step.forward)]):
-            last.setdefault(node, position)
-            for source in map(self.problem.needs.step.undecoded, node.all_input_nodes):
-                last[source] = max(last.get(source, 0), last[node] if kind_of(node) is Kind.VIEW else position)
-        return last
-
-    def _moments(self, fit: Fit, bound: Bound, most: int = _MOMENTS, near: int = _NEAR) -> Iterator[Moment]:
-        """Yield the ``most`` moments above a bound at which most bytes are live, one of those ``near`` each other."""
-        live = fit.replay.timeline.live
-        tops = [
-            t
-            for t in range(len(live))
-            if live[t] > bound.peak and live[t] == max(live[max(t - near, 0) : t + near + 1])
-        ]
-        chosen = {self.problem.columns[key] for key in fit.ways.items()}
-        for time in sorted(tops, key=lambda t: -live[t])[:most]:
-            sizes = dict(self._living(fit, time))
-            yield Moment(sizes, live[time] - sum(size for column, size in sizes.items() if column in chosen))
-        if fit.waiting > bound.waiting:
-            sizes = dict(self._waiting(fit))
-            base = fit.waiting - sum(size for column, size in sizes.items() if column in chosen)
-            yield Moment(sizes, base, is_between=True)
-
-    def _waiting(self, fit: Fit) -> Iterator[tuple[int, float]]:
-        """Yield (column, bytes) for each way whose tensor waits for backward, or would."""
-        for (node, way), column in self.problem.columns.items():
-            if isinstance(way, Form) and not way.is_on_host:
-                is_chosen = fit.ways.get(node) == way
-                if not is_chosen or fit.replay.lives(node, fit.replay.timeline.split, recomputed=False):
-                    yield column, float(self.problem.size(node, way))
-
-    def _living(self, fit: Fit, time: int) -> Iterator[tuple[int, float]]:
-        """Yield the columns of ways that live at one time of a replayed step, or would, and their bytes."""
-        anchor = fit.replay.anchors[fit.replay.timeline.order[time]]
-        for (node, way), column in self.problem.columns.items():
-            if fit.ways.get(node) == way:
-                size = fit.replay.live_bytes(node, time, recomputed=not isinstance(way, Form))
-            else:
-                size = self._would_hold(node, anchor, way)
-            if size:
-                yield column, float(size)
-
-    def _would_hold(self, node: Node, anchor: Node, way: Way) -> int:
-        """Estimate the bytes of a value while ``anchor`` runs, if backward got it in this way."""
-        moment, step = self._order[anchor], self.problem.needs.step
-        kept = self.problem.size(node, way) if isinstance(way, Form) else 0
-        if anchor not in step.backward_set:
-            is_gone = way.is_on_host and moment > self._last_read_in_forward[node]
-            return kept if self._order[node] <= moment and not is_gone else 0
-        if moment > self._last_read.get(node, -1):
-            return 0
-        is_read = self._first_read.get(node, moment + 1) <= moment
-        if isinstance(way, Form) and not way.is_on_host:
-            is_called = step.cast_kernels.kind(way.format) is not Kind.FUSED or way.kernel is not Kind.FUSED
-            return result_bytes(node) if is_read and way.format is not None and is_called else kept
-        holds = kept if isinstance(way, Form) else result_bytes(node)
-        return holds if is_read and (way.is_on_host or self._in_memory[node]) else 0
-
 
 def _within(fits: Iterable[Fit], bound: Bound) -> list[Fit]:
     return [fit for fit in fits if fit.excess(bound) <= 0]
-
-
-def _is_in_memory(node: Node) -> bool:
-    """Estimate whether a recomputed value is written to memory."""
-    kind = kind_of(node)
-    if kind is not Kind.FUSED:
-        return kind not in (Kind.FREE, Kind.VIEW)
-    return any(kind_of(user) is Kind.EXTERN for user in node.users)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from fxprec.passes.budget_part import Bound
-from fxprec.passes.crossings.choice import Chooser, Fit
+from fxprec.passes.crossings.choice import Chooser
+from fxprec.passes.crossings.moments import Fit
 from fxprec.passes.crossings.overlap import overlapped
 from fxprec.passes.crossings.problem import EXACT, ROUGHLY
 

@@ -11,8 +11,8 @@ from fxprec.errors import PlanError
 from fxprec.passes.analysis.replay.replay import Replay
 from fxprec.passes.analysis.ways import Demand, Form
 from fxprec.passes.base import GivenPeak, Work
-from fxprec.passes.crossings.choice import Fit
 from fxprec.passes.crossings.costs import Rates
+from fxprec.passes.crossings.moments import Fit
 from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.crossings.overlap import overlap
 from fxprec.passes.forms.blocks import Blocks

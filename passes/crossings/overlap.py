@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fxprec.passes.analysis.replay.replay import Replay
-from fxprec.passes.crossings.choice import Fit
 from fxprec.passes.crossings.costs import Rates
+from fxprec.passes.crossings.moments import Fit
 from fxprec.passes.crossings.problem import Problem
 
 

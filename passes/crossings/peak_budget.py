@@ -13,8 +13,9 @@ from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.base import Work
 from fxprec.passes.budget_part import Bound
 from fxprec.passes.crossings.best_of import BestOf
-from fxprec.passes.crossings.choice import Chooser, Fit
+from fxprec.passes.crossings.choice import Chooser
 from fxprec.passes.crossings.costs import Rates
+from fxprec.passes.crossings.moments import Fit
 from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.crossings.problem import Problem
 from fxprec.passes.crossings.progress import Progress

@@ -19,7 +19,7 @@ from fxprec.passes.analysis.joint import operator_of, tensor_of
 from fxprec.passes.analysis.saved_values import is_repeated
 from fxprec.passes.analysis.ways import row_of
 from fxprec.passes.base import Work
-from fxprec.passes.crossings.choice import Fit
+from fxprec.passes.crossings.moments import Fit
 from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.forms.stage import Stage
 from fxprec.passes.sites import emit, emit_call, insertion_point_after

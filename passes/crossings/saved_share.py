@@ -10,7 +10,8 @@ from torch.fx import Node
 
 from fxprec.passes.analysis.ways import Form, Way
 from fxprec.passes.budget_part import Bound
-from fxprec.passes.crossings.choice import Chooser, Fit
+from fxprec.passes.crossings.choice import Chooser
+from fxprec.passes.crossings.moments import Fit
 from fxprec.passes.crossings.problem import Problem, Row, Ways
 
 _MISSED = 1.05  # peaks are predicted this well

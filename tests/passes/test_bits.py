@@ -28,8 +28,8 @@ from fxprec.numerics.bits import folded, packed, packed_shape, unpacked
 from fxprec.passes import choose_crossings
 from fxprec.passes.analysis.joint import is_backward
 from fxprec.passes.base import Work
-from fxprec.passes.crossings.choice import Fit
 from fxprec.passes.crossings.costs import Rates
+from fxprec.passes.crossings.moments import Fit
 from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.crossings.problem import Problem
 from fxprec.passes.forms.bits import Bits

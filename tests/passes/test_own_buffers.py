@@ -27,7 +27,7 @@ from fxprec.passes.analysis.joint import tensor_of
 from fxprec.passes.casts import two_gradients
 from fxprec.passes.casts.two_gradients import split_gradients
 from fxprec.passes.crossings.best_of import BestOf
-from fxprec.passes.crossings.choice import Fit
+from fxprec.passes.crossings.moments import Fit
 
 aten = torch.ops.aten
 IMAGES, WIDTH, SIDE = 8, 16, 32

@@ -21,9 +21,10 @@ from fxprec.passes.analysis.ways import FROM_EXACT, FROM_ROUNDED, Form, Recomput
 from fxprec.passes.budget_part import Bound
 from fxprec.passes.crossings import choice
 from fxprec.passes.crossings.best_of import BestOf
-from fxprec.passes.crossings.choice import Chooser, Fit
+from fxprec.passes.crossings.choice import Chooser
 from fxprec.passes.crossings.costs import Rates
 from fxprec.passes.crossings.curve import curve
+from fxprec.passes.crossings.moments import Fit, Moments
 from fxprec.passes.crossings.nearby import Nearby
 from fxprec.passes.crossings.problem import Problem, Ways
 from fxprec.passes.forms.blocks import Blocks
@@ -170,9 +171,36 @@ def test_steps_lead_to_a_lower_peak_and_to_less_time(chooser: Chooser, monkeypat
     assert len(changed) > 4, "one step after the other"
 
 
+def test_no_steps_are_taken_to_a_bound_far_below_what_is_found(
+    chooser: Chooser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(chooser, "reached", lambda fit, bound: asked.append(bound.peak / fit.peak) or fit)
+    least = chooser.lowered(chooser.unlimited)
+    monkeypatch.setattr(chooser, "approach", lambda *_, **__: [least])
+    for share in (0.5, 0.65, 0.75, 0.9):
+        assert chooser.within(Bound(share * least.peak)) is None
+    assert asked == [pytest.approx(0.75), pytest.approx(0.9)]
+
+
+@pytest.mark.parametrize("start", ["unlimited", "lowered"])
+def test_what_a_way_would_hold_is_close_to_what_it_holds(chooser: Chooser, start: str) -> None:
+    moments, fit = Moments(chooser.problem), chooser.unlimited
+    fit = chooser.lowered(fit) if start == "lowered" else fit
+    times, errors = moments._times(fit.replay), dict[bool, list[float]]({False: [], True: []})
+    for time in range(len(fit.replay.timeline.order)):
+        estimated = moments._would_hold(time, fit.replay.timeline.split, times)
+        for node, way in fit.ways.items():
+            is_kept = isinstance(way, Form)
+            held = fit.replay.live_bytes(node, time, recomputed=not is_kept)
+            errors[is_kept].append(estimated[chooser.problem.columns[node, way]] - held)
+    for found in errors.values():
+        assert sum(error != 0 for error in found) < 0.05 * len(found)
+
+
 def test_a_step_changes_no_more_values_than_it_may(chooser: Chooser) -> None:
     ways = chooser.unlimited.ways
-    rows = [moment.row(Bound(0)) for moment in chooser._moments(chooser.unlimited, Bound(0))]
+    rows = [moment.row(Bound(0)) for moment in Moments(chooser.problem).above(chooser.unlimited, Bound(0))]
     changed = []
     for most in (1, 2, 4, 8, 16, 32):
         found = Nearby(chooser.problem, ways, most).best(rows, chooser.unlimited.peak)
