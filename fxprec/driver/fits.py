@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ import torch
 from fxprec import compat
 from fxprec.config import Config
 from fxprec.driver.backend import Backend
+from fxprec.driver.sized import sized
 from fxprec.errors import BudgetError, ConfigError, either
 from fxprec.passes.crossings.reserve import ALLOWANCE
 from fxprec.passes.notice import readable
@@ -109,87 +109,90 @@ class Question:
         return trial.planned(trial.taker.plans[0])
 
 
+@dataclass(frozen=True)
+class _Step:
+    """A step of given sizes, and what of the memory it may hold."""
+
+    backend: Backend
+    optimizers: Sequence[Stepper]
+    """Held here, since the backend refers to them weakly."""
+    sizes: tuple[int, int]
+    """Batch and sequence."""
+    device: str
+    reserved: int
+    """Bytes left free for libraries."""
+    room: int
+    """Bytes of the memory that the step may hold."""
+    trained: int
+    """Bytes of the trainable parameters."""
+    whole: WholeStep | None = None
+    """Bytes that stay throughout the step, counted here where a peak budget is planned for; None with a step budget."""
+    peak_budget: int = 0
+    """Bytes to train with as ``peak_budget``; 0 if one was given, or with a step budget."""
+
+    @classmethod
+    def of(cls, asked: Question, model: torch.nn.Module, sizes: tuple[int, int], dump: PlanTaker) -> _Step:
+        """Make the optimizers and the backend of a model. Raises `ConfigError` if nothing of it is trained."""
+        options, reserved, kind = dict(asked.options), 0, asked.optimizers
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        if device == "cpu":  # the CPU stands for a GPU: with one thread its kernels need the least workspace
+            options["cpu"] = "avx512+bf16:1"
+            reserved = FREE_BYTES + int(ALLOWANCE * asked.budget)
+        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ConfigError(f"target {asked.target!r}: no parameter requires a gradient, so there is no step to plan")
+        config, room = Config(lowering="eager", **options), max(asked.budget - reserved, 1)
+        optimizers = () if isinstance(kind, TorchOptimizer) else tuple(kind(model))
+        if optimizers and config.peak_budget is None:
+            backend = Backend(config, dump=dump, optimizer=optimizers, step_budget=room)
+            return cls(backend, optimizers, sizes, device, reserved, room, trained)
+        every = AllOptimizers(optimizers)
+        whole = WholeStep(
+            budget=room,
+            weights=compat.storage_bytes([*model.parameters(), *model.buffers()], (), device=None),
+            states=kind.states * trained if isinstance(kind, TorchOptimizer) else every.state_bytes(),
+            gradients=every.gradient_bytes(),
+        )
+        peak_budget = 0
+        if config.peak_budget is None:
+            peak_budget = max(room - whole.throughout, 1)
+            config = replace(config, peak_budget=peak_budget)
+        backend = Backend(config, dump=dump, optimizer=optimizers or None)
+        return cls(backend, optimizers, sizes, device, reserved, room, trained, whole, peak_budget)
+
+
 class _Trial:
     """One attempt to plan a step of given sizes."""
 
-    backend: Backend
-    sizes: Sequence[int]
-    """Batch and sequence."""
-    device: torch.device
-    whole: WholeStep | None = None
-    """Bytes that stay throughout the step, counted here where a peak budget is planned for; None with a step budget."""
+    step: _Step
+    """Set by `make`."""
 
     def __init__(self, asked: Question, wanted: Mapping[str, int | None]) -> None:
-        self.asked, self.taker, self.reserved, self.peak_budget = asked, PlanTaker(), 0, 0
+        self.asked, self.taker = asked, PlanTaker()
         self.wanted = {name: size for name, size in wanted.items() if size is not None}
 
-    def make(self) -> tuple[Any, tuple[Any, ...]]:
-        """Return the model and its inputs, and make the backend for them."""
-        factory, wanted = self.asked.factory, self.wanted
-        taken = {name: wanted[name] for name in inspect.signature(factory).parameters if name in wanted}
-        made = factory(**taken)
-        if not (isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
-            return made  # type: ignore[no-any-return]  # planning raises the error for it
-        model, inputs = made
-        if not isinstance(inputs, tuple | list | Mapping):
-            inputs = (inputs,)
-        shape = next((t.shape for t in _tensors(inputs) if t.dim()), torch.Size())
-        if "sequence" in wanted and "sequence" not in taken and not 2 <= len(shape) <= 3:
-            raise ConfigError(
-                f"target {self.asked.target!r}: its first input has {len(shape)} dimensions, so the second is not a "
-                "sequence length that can be changed; give the factory a parameter named sequence"
-            )
-        self.sizes = [*shape[:2], 1, 1][:2]
-        for dim, name in enumerate(("batch", "sequence")):
-            size = wanted.get(name, self.sizes[dim])
-            if name not in taken:
-                inputs = _resized(inputs, dim, self.sizes[dim], size)
-            self.sizes[dim] = size
-        inputs = _placed(model, inputs)
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._plan_for(model)
-        return model, inputs
+    def make(self) -> object:
+        """Return what the factory makes: a model and its inputs, in the wanted sizes. Planning raises for all else."""
+        made, sizes = sized(self.asked.factory, self.asked.target, self.wanted)
+        if sizes is not None:
+            self.step = _Step.of(self.asked, made[0], sizes, self.taker)
+        return made
 
     def compile(self, gm: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """Plan a graph. Raises `BudgetError` for a part of a step, as a step budget does."""
-        if self.whole is not None and compat.ends_in_break(gm):
+        if self.step.whole is not None and compat.ends_in_break(gm):
             cut = "a graph break splits the step, and the plan of its first graph does not tell what the step holds"
             raise compat.through_dynamo(BudgetError(f"{cut}; let the model compile without graph breaks"))
-        return self.backend(gm, examples)
-
-    def _plan_for(self, model: torch.nn.Module) -> None:
-        asked, options = self.asked, dict(self.asked.options)
-        if self.device.type == "cpu":  # the CPU stands for a GPU: with one thread its kernels need the least workspace
-            options["cpu"] = "avx512+bf16:1"
-            self.reserved = FREE_BYTES + int(ALLOWANCE * asked.budget)
-        if not any(p.requires_grad for p in model.parameters()):
-            raise ConfigError(f"target {asked.target!r}: no parameter requires a gradient, so there is no step to plan")
-        config = Config(lowering="eager", **options)
-        self.room, kind = max(asked.budget - self.reserved, 1), asked.optimizers
-        self.optimizers = () if isinstance(kind, TorchOptimizer) else tuple(kind(model))  # referenced weakly elsewhere
-        if self.optimizers and config.peak_budget is None:
-            self.backend = Backend(config, dump=self.taker, optimizer=self.optimizers, step_budget=self.room)
-            return
-        self.whole = self._throughout(model)
-        if config.peak_budget is None:
-            self.peak_budget = max(self.room - self.whole.throughout, 1)
-            config = replace(config, peak_budget=self.peak_budget)
-        self.backend = Backend(config, dump=self.taker, optimizer=self.optimizers or None)
-
-    def _throughout(self, model: torch.nn.Module) -> WholeStep:
-        """Count the bytes of weights, states, and gradients that the optimizers sum."""
-        weights = compat.storage_bytes([*model.parameters(), *model.buffers()], (), device=None)
-        kind, every = self.asked.optimizers, AllOptimizers(self.optimizers)
-        self.trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        states = kind.states * self.trained if isinstance(kind, TorchOptimizer) else every.state_bytes()
-        return WholeStep(budget=self.room, weights=weights, states=states, gradients=every.gradient_bytes())
+        return self.step.backend(gm, examples)
 
     def planned(self, plan: Plan) -> Answer:
         """Return the answer of a plan: yes, or no where the step with the given peak budget holds too much."""
-        found = replace(self._answer(), plan=plan, whole=self.whole or plan.whole_step, peak_budget=self.peak_budget)
+        found = replace(
+            self._answer(), plan=plan, whole=self.step.whole or plan.whole_step, peak_budget=self.step.peak_budget
+        )
         assert found.whole is not None
         total = found.whole.throughout + found.peak.planned
-        if total <= self.room:
+        if total <= self.step.room:
             return found
         held = (
             f"with peak_budget={self.asked.options['peak_budget']} the step holds {readable(found.peak.planned)} more"
@@ -198,10 +201,10 @@ class _Trial:
 
     def said_of(self, error: BudgetError) -> tuple[str, int]:
         """Return why no plan was found, and the bytes in which there is one, or 0 if unknown."""
-        if self.whole is None or not error.enough:
+        if self.step.whole is None or not error.enough:
             return str(error), error.enough
-        held, enough = self._said_of(self.whole), self.whole.throughout + error.enough
-        if not self.peak_budget:  # one was given
+        held, enough = self._said_of(self.step.whole), self.step.whole.throughout + error.enough
+        if not self.step.peak_budget:  # one was given
             return f"{held}; {error}", enough
         ours = (
             "take --optimizer adamw or sgd, of fxprec.optim, which step in backward and may hold states in fewer bits"
@@ -214,19 +217,19 @@ class _Trial:
 
     def refused(self, why: str, enough: int) -> Answer:
         """Return the answer that the step does not fit, and would in ``enough`` bytes without reserves; 0: unknown."""
-        free = f"{readable(self.reserved)} stay free for libraries; in the rest: " if self.reserved else ""
+        free = f"{readable(self.step.reserved)} stay free for libraries; in the rest: " if self.step.reserved else ""
         return replace(self._answer(), why=free + why, enough=self._memory_for(enough))
 
     def _answer(self) -> Answer:
-        size, length = self.sizes
+        size, length = self.step.sizes
         told = (*self.taker.told, *self._told_of_torch())
-        return Answer(size, length, self.asked.budget, self.reserved, self.device.type, None, told=told)
+        return Answer(size, length, self.asked.budget, self.step.reserved, self.step.device, None, told=told)
 
     def _told_of_torch(self) -> Iterator[str]:
         kind = self.asked.optimizers
-        if isinstance(kind, TorchOptimizer) and self.whole is not None:
-            held = self.whole.throughout + (1 + kind.copies) * self.trained
-            if kind.copies and held > self.room:
+        if isinstance(kind, TorchOptimizer) and self.step.whole is not None:
+            held = self.step.whole.throughout + (1 + kind.copies) * self.step.trained
+            if kind.copies and held > self.step.room:
                 yield (
                     f"step() of {kind.name} with foreach=True, its default on a GPU, holds {readable(held)} in all; "
                     "give it fused=True"
@@ -234,35 +237,7 @@ class _Trial:
 
     def _memory_for(self, enough: int) -> int:
         """Return the total bytes that leave ``enough`` bytes for the step; 0 for 0."""
-        return math.ceil((enough + FREE_BYTES) / (1 - ALLOWANCE)) if enough and self.reserved else enough
-
-
-def _placed(model: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Move a "meta" model to a device that fxprec can plan for, in place, and return its inputs on that device."""
-    if not any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
-        return inputs
-    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    model._apply(lambda t: torch.empty_like(t, device=device))  # planning patches it to keep tied parameters tied
-    moved: tuple[Any, ...] = compat.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device=device), inputs)
-    return moved
-
-
-def _tensors(inputs: object) -> Iterator[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    compat.tree_map_only(torch.Tensor, found.append, inputs)
-    return iter(found)
-
-
-def _resized(inputs: tuple[Any, ...], dim: int, own: int, wanted: int) -> tuple[Any, ...]:
-    """Return inputs with dimension ``dim`` resized from ``own`` to ``wanted``; tensors of other length stay."""
-
-    def resized(t: torch.Tensor) -> torch.Tensor:
-        if t.dim() <= dim or t.shape[dim] != own or own == wanted:
-            return t
-        return t.new_empty((*t.shape[:dim], wanted, *t.shape[dim + 1 :]))
-
-    found: tuple[Any, ...] = compat.tree_map_only(torch.Tensor, resized, inputs)
-    return found
+        return math.ceil((enough + FREE_BYTES) / (1 - ALLOWANCE)) if enough and self.step.reserved else enough
 
 
 def largest_batch(first: Answer, answer: Callable[[int], Answer]) -> Iterator[Answer]:
