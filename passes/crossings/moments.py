@@ -1,7 +1,7 @@
 """Find the moments of a replayed step at which too many bytes are live, and what each way holds then.
 
-For the ways of the replayed choice the bytes are the replay's. For all others they are estimates, from the times at
-which the replay reads the value: good for few changes of the choice.
+For the ways of the replayed choice the bytes are the replay's. For all others they are estimates, from the order of the
+nodes: good for few changes of the choice.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ import numpy as np
 import numpy.typing as npt
 from torch.fx import Node
 
-from fxprec.passes.analysis.joint import readers
 from fxprec.passes.analysis.replay.kernels import Kind, kind_of, result_bytes
 from fxprec.passes.analysis.replay.replay import Replay
-from fxprec.passes.analysis.replay.spans import NEVER, Spans
 from fxprec.passes.analysis.replay.step import Step
 from fxprec.passes.analysis.ways import Form, Way
 from fxprec.passes.budget_part import Bound
 from fxprec.passes.crossings.problem import Problem, Row, Ways
 
 MOMENTS, NEAR = 12, 8  # the most rows of one choice, and the kernels within which only the moment of most bytes has one
-_Integers = npt.NDArray[np.int64]
+_NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -77,11 +75,22 @@ class Moments:
 
     def __init__(self, problem: Problem) -> None:
         self._problem, step = problem, problem.needs.step
-        sizes = [_sizes(problem, *key) for key in problem.columns]
-        self._kept, self._unread, self._read = np.array(sizes, np.int64).reshape(-1, 3).T
+        self._order = {n: i for half in (step.forward, step.backward) for i, n in enumerate(half)}
+        self._in_backward = step.backward_set
+        first, last = _reads_in_backward(problem)
+        last_in_forward = _reads_in_forward(step)
+
+        def column(node: Node, way: Way) -> tuple[int, ...]:
+            """Return the first and last times in each half, and the bytes: in forward, until backward reads, after."""
+            kept = problem.size(node, way) if isinstance(way, Form) else 0
+            unread = kept if _waits(way) else 0
+            leaves = last_in_forward[node] if way.is_on_host else _NEVER
+            times = self._order[node], leaves, first.get(node, _NEVER), last.get(node, -1)
+            return *times, kept, unread, _once_read(step, node, way, kept)
+
+        columns = np.array([column(*key) for key in problem.columns], np.int64).reshape(-1, 7)
+        self._made, self._leaves, self._first, self._last, self._kept, self._unread, self._read = columns.T
         self._waits = np.array([_waits(way) for _, way in problem.columns], bool)
-        self._moves = np.array([way.is_on_host for _, way in problem.columns], bool)
-        self._wanted = [(node, [*map(step.undecoded, step.wanted_by(node))]) for node in step.backward]
 
     def above(self, fit: Fit, bound: Bound, most: int = MOMENTS, near: int = NEAR) -> Iterator[Moment]:
         """Yield the ``most`` moments above a bound at which most bytes are live, one of those ``near`` each other."""
@@ -91,19 +100,18 @@ class Moments:
             for t in range(len(live))
             if live[t] > bound.peak and live[t] == max(live[max(t - near, 0) : t + near + 1])
         ]
-        times = self._times(fit.replay)
         for time in sorted(tops, key=lambda t: -live[t])[:most]:
-            yield self._moment(fit, live[time], self._living(fit, time, times))
+            yield self._moment(fit, live[time], self._living(fit, time))
         if fit.waiting > bound.waiting:
             yield self._moment(fit, fit.waiting, self._waiting(fit), is_between=True)
 
-    def _moment(self, fit: Fit, live: int, sizes: _Integers, *, is_between: bool = False) -> Moment:
+    def _moment(self, fit: Fit, live: int, sizes: npt.NDArray[np.int64], *, is_between: bool = False) -> Moment:
         chosen = [self._problem.columns[key] for key in fit.ways.items()]
         columns = np.flatnonzero(sizes)
         found = dict(zip(columns.tolist(), sizes[columns].astype(float).tolist(), strict=True))
         return Moment(found, float(live - sizes[chosen].sum()), is_between)
 
-    def _waiting(self, fit: Fit) -> _Integers:
+    def _waiting(self, fit: Fit) -> npt.NDArray[np.int64]:
         """Return for each column the bytes of its tensor that waits for backward, or would."""
         sizes, split = np.where(self._waits, self._kept, 0), fit.replay.timeline.split
         for key in fit.ways.items():
@@ -111,55 +119,20 @@ class Moments:
                 sizes[self._problem.columns[key]] = 0
         return sizes
 
-    def _living(self, fit: Fit, time: int, times: _Integers) -> _Integers:
+    def _living(self, fit: Fit, time: int) -> npt.NDArray[np.int64]:
         """Return for each column its live bytes at one time of a replayed step, or those that its way would hold."""
-        sizes = self._would_hold(time, fit.replay.timeline.split, times)
+        sizes = self._would_hold(fit.replay.anchors[fit.replay.timeline.order[time]])
         for node, way in fit.ways.items():
             live = fit.replay.live_bytes(node, time, recomputed=not isinstance(way, Form))
             sizes[self._problem.columns[node, way]] = live
         return sizes
 
-    def _would_hold(self, time: int, split: int, times: _Integers) -> _Integers:
-        """Estimate for each column the live bytes at a time of a replayed step, if the value had this way."""
-        made, leaves, first, last = times
-        if time < split:
-            return np.where((made <= time) & ((time <= leaves) | ~self._moves), self._kept, 0)
-        return np.where(time > last, 0, np.where(first <= time, self._read, self._unread))
-
-    def _times(self, replay: Replay) -> _Integers:
-        """Return for each column when its value is made, last read in forward, and first and last read in backward."""
-        spans, problem = Spans.of(replay), self._problem
-        first, last = self._reads_in_backward(spans)
-        made = spans.made()
-        times = {
-            node: (made[node], spans.last_read_in_forward(node), first.get(node, NEVER), last.get(node, -1))
-            for node in problem.nodes
-        }
-        return np.array([times[node] for node, _ in problem.columns], np.int64).reshape(-1, 4).T
-
-    def _reads_in_backward(self, spans: Spans) -> tuple[dict[Node, int], dict[Node, int]]:
-        """Return when backward first and last reads each value; estimates where only repeated nodes read it."""
-        first, last = dict[Node, int](), dict[Node, int]()
-        for reader, wanted in self._wanted:
-            item = spans.replay.at[reader]
-            for node in wanted:
-                first[node] = min(first.get(node, NEVER), spans.begins[item])
-                last[node] = max(last.get(node, -1), spans.ends[item])
-        for node, item in spans.replay.read_from.items():
-            source = self._problem.needs.step.undecoded(node)
-            first[source] = min(first.get(source, NEVER), spans.first_read[item])
-            last[source] = max(last.get(source, -1), spans.last_read[item])
-        for node in reversed(self._problem.nodes):
-            for source in self._problem.sources(node) if node in first else ():
-                last[source] = max(last.get(source, 0), first[node] if _is_in_memory(node) else last[node])
-                first.setdefault(source, first[node])
-        return first, last
-
-
-def _sizes(problem: Problem, node: Node, way: Way) -> tuple[int, int, int]:
-    """Return the bytes that a way holds in forward, in backward until the value is read, and after that."""
-    kept = problem.size(node, way) if isinstance(way, Form) else 0
-    return kept, kept if _waits(way) else 0, _once_read(problem.needs.step, node, way, kept)
+    def _would_hold(self, anchor: Node) -> npt.NDArray[np.int64]:
+        """Estimate for each column the live bytes while ``anchor`` runs, if backward got the value in this way."""
+        now = self._order[anchor]
+        if anchor not in self._in_backward:
+            return np.where((self._made <= now) & (now <= self._leaves), self._kept, 0)
+        return np.where(now > self._last, 0, np.where(self._first <= now, self._read, self._unread))
 
 
 def _waits(way: Way) -> bool:
@@ -177,9 +150,38 @@ def _once_read(step: Step, node: Node, way: Way, kept: int) -> int:
     return result_bytes(node) if is_decoded_by_kernel and _waits(way) else kept
 
 
+def _reads_in_backward(problem: Problem) -> tuple[dict[Node, int], dict[Node, int]]:
+    """Return when backward first and last reads each value, by position among backward's nodes.
+
+    For values that only repeated nodes read, the positions are estimates.
+    """
+    step = problem.needs.step
+    first: dict[Node, int] = {}
+    last: dict[Node, int] = {}
+    for position, node in enumerate(step.backward):
+        for wanted in map(step.undecoded, step.wanted_by(node)):
+            first.setdefault(wanted, position)
+            last[wanted] = position
+    for node in reversed(problem.nodes):
+        for source in problem.sources(node) if node in first else ():
+            last[source] = max(last.get(source, 0), first[node])
+            first.setdefault(source, first[node])
+    return first, last
+
+
+def _reads_in_forward(step: Step) -> dict[Node, int]:
+    """Return when forward last reads each value, views included, by position among forward's nodes."""
+    last = dict[Node, int]()
+    for position, node in reversed([*enumerate(step.forward)]):
+        last.setdefault(node, position)
+        for source in map(step.undecoded, node.all_input_nodes):
+            last[source] = max(last.get(source, 0), last[node] if kind_of(node) is Kind.VIEW else position)
+    return last
+
+
 def _is_in_memory(node: Node) -> bool:
     """Estimate whether a recomputed value is written to memory."""
     kind = kind_of(node)
     if kind is not Kind.FUSED:
         return kind not in (Kind.FREE, Kind.VIEW)
-    return any(kind_of(reader) is Kind.EXTERN for _, reader in readers(node))
+    return any(kind_of(user) is Kind.EXTERN for user in node.users)
