@@ -179,6 +179,13 @@ def test_a_float64_model_is_refused_with_tensor_module_and_line() -> None:
         compile_and_run(model=mlp().double(), x=torch.randn(8, 16, dtype=torch.float64), recipe="hfp8")
 
 
+def test_a_float64_parameter_of_no_module_is_named() -> None:
+    weight = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+    backend = fxprec.Backend(fxprec.Config(recipe="fp32", lowering="eager"))
+    with pytest.raises(fxprec.LoweringError, match=r"^weight \(.*\) is float64"):
+        torch.compile(lambda x: (x @ weight).sum(), backend=backend)(torch.ones(2, 4, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "hfp8"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
 def test_a_batch_that_torch_refuses_is_named_with_its_own_dtype(dtype: torch.dtype, recipe: str) -> None:

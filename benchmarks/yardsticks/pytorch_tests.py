@@ -41,7 +41,7 @@ from fxprec import compat
 TOLERANCE = 1e-3
 COLUMNS = ("near", "plain", "fp32", *TORCHS)  # 16 and 8 bits are beyond the tolerance
 _ELSEWHERE = re.compile(rb'(["\'.])(?:cuda|xpu)(["\']|\(\))')  # "cuda", .cuda(), and xpu likewise
-_RAISED = re.compile(r"[\w.]*(Error|Exception|Unsupported|Warning)\b.*")
+_RAISED = re.compile(r"(?: *\| )*([\w.]*(?:Error|Exception|Unsupported|Warning)\b.*)")  # " | ": in an exception group
 
 
 class _OnCpu(SourceFileLoader):
@@ -149,7 +149,7 @@ def _outcome(test: unittest.TestCase, backend: Any) -> Cell:
     said = [text for _, text in result.errors + result.failures]
     if not said:
         return Cell(PASSED) if compiled.called else Cell(LEFT_OUT, detail="Dynamo compiles nothing of it")
-    raised = [line for line in said[0].splitlines() if _RAISED.match(line)] or [""]
+    raised = [found[1] for line in said[0].splitlines() if (found := _RAISED.match(line))] or [""]
     is_ours = any(name in said[0] for name in _OURS)
     return Cell(REFUSED if is_ours else FAILED, detail=raised[-1][:300])
 

@@ -189,7 +189,7 @@ def _describe(node: Node) -> GraphInput:
     path = path() if callable(path) else path
     value = node.meta.get("example_value")
     if "_parameters[" in path or isinstance(value, torch.nn.Parameter):
-        name = module_path(path.replace("_parameters", "_modules"))
+        name = module_path(path.replace("_parameters", "_modules")) or _local_name(path)  # of no module
         return GraphInput(name, "param", name.rpartition(".")[0])
     if "_buffers[" in path:
         name = module_path(path.replace("_buffers", "_modules"))

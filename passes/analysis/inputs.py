@@ -23,8 +23,10 @@ class GraphInput:
 def module_path(path: str) -> str:
     """Turn Dynamo's ``L['self']._modules['layer1']._modules['0']`` (or ``L['self'].layer1[0]``) into ``layer1.0``.
 
-    A wrapper around ``forward`` (Accelerate's mixed precision) calls the model ``L['args'][0]``.
+    A wrapper around ``forward`` (Accelerate's mixed precision) calls the model ``L['args'][0]``. Of a module copied in
+    a compiled function Dynamo says ``L['copy'].__dict__['_modules']['layer1']``.
     """
+    path = re.sub(r"\.__dict__\['_modules'\]", "._modules", path)
     path = re.sub(r"^L\['args'\]\[0\]", "L['self']", path)
     path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)
     path = re.sub(r"\['([^']*)'\]", r".\1", re.sub(r"\[(\d+)\]", r".\1", path))

@@ -159,6 +159,7 @@ def test_accumulations_are_the_engines_and_not_the_models():
         ("L['args'][0]._modules['layer1']", "layer1"),  # a wrapper around forward, as Accelerate's mixed precision
         ("L['args'][0]", ""),
         ("L['models'][1]._modules['head']", "1.head"),
+        ("L['copy'].__dict__['_modules']['layer1']._modules['0']", "layer1.0"),  # copied in a compiled function
     ],
 )
 def test_modules_are_named_as_the_user_writes_them(path: str, name: str) -> None:
