@@ -319,3 +319,25 @@ def test_what_follows_a_relu_is_computed_again_from_its_copy_in_8_bits() -> None
     assert [type(ways[node]) for node in relus] == [Low, Recompute, Low, Recompute]
     products = [node for node, _ in found.replayed(ways).replay.repeated if node.target is aten.addmm.default]
     assert len(products) == 2, "one for each ReLU of which nothing is kept"
+
+
+def test_an_input_that_is_converted_again_is_converted_once() -> None:
+    """The repeated first layer and its weight's gradient read one conversion, which lives until the later of the two."""
+
+    class Sum(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.as_tensor(super().forward(x)).sum()
+
+    torch.manual_seed(0)
+    model = Sum(nn.Linear(256, 16), nn.Tanh(), nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 8))
+    found = chooser_of(model, torch.randn(512, 256))
+    ways = found.problem.completed({})
+    assert ways is not None
+    replay = found.replayed(ways).replay
+    (x,) = replay.step.copied
+    reads = [i for i, item in enumerate(replay.items) if i >= replay.border and item.reads == [replay.at[x]]]
+    in_memory = [i for i in reads if i in replay.timeline.born]
+    assert len(in_memory) == 1
+    first = next(node for node, _ in replay.repeated if node.target is aten.addmm.default)
+    assert replay.timeline.dies[in_memory[0]] > replay.timeline.born[replay.read_from[first]]
+    assert replay.items[replay.copies[x]].bytes == 0

@@ -85,7 +85,7 @@ class Replay:
                 reads, writes = [self.at[gradient]], self.at[parameter]
                 self._append(Item(Kind.EXTERN, 0, reads, workspace=workspace, writes=writes), node, gradient)
         for x in {x for node, _ in self.repeated for x in self.step.operands[node]} & self.step.copied.keys():
-            self.items[self.copies[x]].bytes = 0  # a repeated node reads the input, which then waits itself
+            self._let_wait(x)
         self.timeline = Timeline(self.items, self.border)
 
     def _unread(self) -> set[Node]:
@@ -203,6 +203,20 @@ class Replay:
             converted = Item(Kind.FUSED, result_bytes(node), [read], is_aligned=True)
             self._conversions[key] = self._append(converted, reader, node)
         return self._conversions[key]
+
+    def _let_wait(self, x: Node) -> None:
+        """Let an input that a repeated node reads wait in place of its copy; other nodes of backward then read it, too.
+
+        `crossings.rewrite` converts it for them. Inductor computes equal conversions once.
+        """
+        self.items[self.copies[x]].bytes = 0
+        for node, item in self.read_from.items():
+            if node is not x and self.step.undecoded(node) is x:
+                dtype = tensor_of(node).dtype
+                first, again = sorted((item, self._conversions.setdefault((self.at[x], dtype), item)))
+                self.items[again] = Item(Kind.VIEW, 0, [first])
+                kind = Kind.VIEW if dtype is tensor_of(x).dtype else Kind.FUSED
+                self.items[first] = Item(kind, result_bytes(node), [self.at[x]], is_aligned=True)
 
     def _has_copy(self, node: Node) -> bool:
         return node in self.kept and self.kept[node].format is not None
