@@ -192,7 +192,7 @@ def test_a_budget_in_bytes_is_planned_without_what_stays_free_and_a_share_is_not
     assert part.reserved == part.budget // 20
     assert part.planned <= part.room
     words = (
-        r"^peak_budget is .*, .* of it left free for libraries, 85 % of the .* saved, and the lowest .* raise it to "
+        r"^peak_budget is .*, .* of it left free for libraries, 60 % of the .* saved, and the lowest .* raise it to "
     )
     with pytest.raises(BudgetError, match=words):
-        planned(whole.high * 85 // 100)
+        planned(whole.high * 60 // 100)
