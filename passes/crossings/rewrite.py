@@ -118,12 +118,9 @@ class Rewrite:
             if reader < self.stage.decoded[node]:
                 reader.prepend(self.stage.decoded[node])
             return self.stage.as_dtype(self.stage.decoded[node], tensor_of(node).dtype, reader)
-        if node.op == "placeholder" and not self._is_parameter(node):
+        if node.op == "placeholder" and self.needs.step.may_wait_itself(node):
             self.replacements[node] = node  # backward's other nodes then read the input, too, instead of its low copy
         return node
-
-    def _is_parameter(self, node: Node) -> bool:
-        return self.work.joint.describe(node).kind in ("param", "table")
 
     def _read_replacements(self, reader: Node) -> None:
         for source in reader.all_input_nodes:

@@ -85,7 +85,8 @@ class Replay:
                 reads, writes = [self.at[gradient]], self.at[parameter]
                 self._append(Item(Kind.EXTERN, 0, reads, workspace=workspace, writes=writes), node, gradient)
         for x in {x for node, _ in self.repeated for x in self.step.operands[node]} & self.step.copied.keys():
-            self._let_wait(x)
+            if self.step.may_wait_itself(x):
+                self._let_wait(x)
         self.timeline = Timeline(self.items, self.border)
 
     def _unread(self) -> set[Node]:

@@ -139,6 +139,13 @@ class Step:
             self._free[node] = node.op != "call_function" or holds_nothing
         return self._free[node]
 
+    def may_wait_itself(self, x: Node) -> bool:
+        """Return whether an input that a repeated node reads takes the place of its copy for all of backward's readers.
+
+        A parameter does not: it is there anyway, and its copy is what backward multiplies.
+        """
+        return self.joint.describe(x).kind not in ("param", "table")
+
     def _checkpointed(self) -> Iterator[Node]:
         wanted = [source for node in self.backward for source in self.wanted_by(node)]
         stack, seen = [self.undecoded(node) for node in wanted], set[Node]()
