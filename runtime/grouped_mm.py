@@ -18,7 +18,7 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """Return one product for each group of tokens; rows or columns beyond the last group are zero."""
     if _has_kernel(a) and _has_kernel(b):
         return _by_kernel(a, b, offs)
-    groups = list(_groups(offs))
+    groups = list(groups_of(offs))
     if a.ndim == b.ndim:
         out = a.new_zeros((len(groups), a.shape[0], b.shape[1]))
         for i, tokens in enumerate(groups):
@@ -35,7 +35,8 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     return out
 
 
-def _groups(offs: Tensor) -> Iterator[slice]:
+def groups_of(offs: Tensor) -> Iterator[slice]:
+    """Yield the tokens of each group. On a GPU this waits for ``offs``."""
     start = 0
     for end in offs.tolist():
         yield slice(start, end)
@@ -64,8 +65,13 @@ def _by_kernel(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     out = compat.grouped_mm(a, b, offs.int())
     if a.ndim == b.ndim:
         return out
-    beyond = torch.arange(out.shape[a.ndim - 2], device=out.device) >= offs[-1]
-    return out.masked_fill_(beyond[:, None] if a.ndim == 2 else beyond, 0)
+    return zeroed_beyond(out, offs, a.ndim - 2)
+
+
+def zeroed_beyond(out: Tensor, offs: Tensor, dim: int) -> Tensor:
+    """Write 0 to a product's (.., ..) tokens beyond the last group, which lie along dimension ``dim``; return it."""
+    beyond = torch.arange(out.shape[dim], device=out.device) >= offs[-1]
+    return out.masked_fill_(beyond if dim else beyond[:, None], 0)
 
 
 def padded_ends(offs: Tensor, unit: int) -> Tensor:

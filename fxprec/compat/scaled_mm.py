@@ -1,4 +1,4 @@
-"""Multiply operands in block formats with `torch.nn.functional.scaled_mm`, as in torch 2.13 and 2.14."""
+"""Multiply operands in block formats with `torch.nn.functional.scaled_mm` and `scaled_grouped_mm`, as in torch 2.13."""
 
 from __future__ import annotations
 
@@ -36,17 +36,19 @@ def multiplies_blocks(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one call of `F.scaled_mm`."""
+    """The arguments of one call of `F.scaled_mm`, or of `F.scaled_grouped_mm` if there are groups."""
 
     mat_a: Tensor
     """(M, K), row-major; (M, K / 2) with two codes per byte."""
     mat_b: Tensor
-    """(K, N), column-major; (K / 2, N) with two codes per byte."""
+    """(K, N) or (G, K, N), column-major; K / 2 with two codes per byte."""
     scale_a: list[Tensor]
     scale_b: list[Tensor]
     recipe: list[F.ScalingType]
     """The scaling of each operand; equal for both."""
     swizzle: list[F.SwizzleType]
+    offs: Tensor | None = None
+    """The ends of the groups of tokens, (G,) int32: of rows of ``mat_a``, or of elements along the summed dimension."""
 
     @classmethod
     def of(
@@ -55,28 +57,28 @@ class Arguments:
         codes: tuple[Tensor, Tensor],
         scales: tuple[Tensor, Tensor],
         wholes: tuple[Tensor | None, Tensor | None],
+        offs: Tensor | None = None,
     ) -> Arguments:
-        """Return the arguments for codes (M, K) and (N, K) as bytes, swizzled bytes of scales, and (1,) float32."""
+        """Return the arguments for codes (M, K) and (.., N, K) as bytes, swizzled bytes of scales, and (1,) float32."""
         block = {16: F.ScalingType.BlockWise1x16, 32: F.ScalingType.BlockWise1x32}[scaling.block]
         more = ([F.ScalingType.TensorWise], [F.SwizzleType.NO_SWIZZLE]) if scaling.has_whole else ([], [])
         a, b = (c.view(scaling.element) for c in codes)
         scale_a, scale_b = (
-            [scale.view(scaling.scale), *([] if whole is None else [whole])]
+            [scale.view(scaling.scale), *([] if whole is None else [whole if offs is None else _for_each(offs, whole)])]
             for scale, whole in zip(scales, wholes, strict=True)
         )
-        return cls(a, b.t(), scale_a, scale_b, [block, *more[0]], [F.SwizzleType.SWIZZLE_32_4_4, *more[1]])
+        swizzle = [F.SwizzleType.SWIZZLE_32_4_4, *more[1]]
+        ends = None if offs is None else offs.int()
+        return cls(a, b.mT, scale_a, scale_b, [block, *more[0]], swizzle, ends)
 
     def multiply(self, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return the product (M, N), on a GPU of `OLDEST` or later."""
-        return F.scaled_mm(
-            self.mat_a,
-            self.mat_b,
-            self.scale_a,
-            self.recipe,
-            self.scale_b,
-            self.recipe,
-            self.swizzle,
-            self.swizzle,
-            bias=bias,
-            output_dtype=dtype,
-        )
+        """Return the product, on a GPU of `OLDEST` or later. torch leaves tokens beyond the last group unwritten."""
+        scales = self.scale_a, self.recipe, self.scale_b, self.recipe, self.swizzle, self.swizzle
+        if self.offs is None:
+            return F.scaled_mm(self.mat_a, self.mat_b, *scales, bias=bias, output_dtype=dtype)
+        return F.scaled_grouped_mm(self.mat_a, self.mat_b, *scales, bias=bias, offs=self.offs, output_dtype=dtype)
+
+
+def _for_each(offs: Tensor, whole: Tensor) -> Tensor:
+    """Return one scale for each group; all are the tensor's."""
+    return whole.expand(offs.shape[0]).contiguous()

@@ -1,7 +1,7 @@
-"""Products of operands in blocks on tensor cores that scale: `torch.nn.functional.scaled_mm`.
+"""Products of operands in blocks on tensor cores that scale: `torch.nn.functional.scaled_mm`, `scaled_grouped_mm`.
 
-Inductor's lowering of ``aten::_scaled_mm_v2`` refuses swizzled scales (torch 2.13), so the call is an operator of
-fxprec's. On a CPU it is computed from the arguments that torch would get (`fxprec.runtime.scaled_mm`).
+Inductor's lowering of ``aten::_scaled_mm_v2`` refuses swizzled scales (torch 2.13), so the calls are operators of
+fxprec's. On a CPU they are computed from the arguments that torch would get (`fxprec.runtime.scaled_mm`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from torch.fx import Node
 
 from fxprec.compat.scaled_mm import MX, NV, NV_ONE_SCALE, Scaling
 from fxprec.ir.calls import Call, FakeCall
+from fxprec.ir.grouped import padded_rows
 from fxprec.numerics.blocks import E2M1, BlockFormat
 from fxprec.numerics.formats import E4M3FN
+from fxprec.numerics.swizzle import BLOCKS, ROWS
 
 
 def _product(call: FakeCall) -> Any:
@@ -38,6 +40,49 @@ class ScaledMm(Call, op="scaled_mm", fake=_product):
     bias: Node | None
     format: str
     dtype: torch.dtype
+
+
+def _grouped_product(call: FakeCall) -> Any:
+    groups = call.offs.shape if call.b.ndim == 2 else ()
+    return call.a.new_empty((*groups, call.a.shape[0], call.b.shape[-2]), dtype=torch.bfloat16)
+
+
+class ScaledGroupedMm(Call, op="scaled_grouped_mm", fake=_grouped_product):
+    """Multiply the tokens of each of G groups, in blocks, by the group's matrix or by its tokens of the other operand.
+
+    ``a`` (T, bytes) and ``b`` (G, N, bytes) give (T, N): a row of ``a`` is a token, and group i has those from
+    ``offs[i - 1]`` to ``offs[i]``. ``a`` (M, bytes) and ``b`` (N, bytes) give (G, M, N): tokens lie along the rows of
+    both, and groups begin at whole blocks. Results are bfloat16; tokens beyond the last group give 0. Scales of tokens
+    are those of `SwizzledGroups`, those of ``b`` (G, N, bytes) are (G, tiles).
+    """
+
+    a: Node
+    b: Node
+    scale_a: Node
+    scale_b: Node
+    whole_a: Node | None
+    whole_b: Node | None
+    offs: Node
+    format: str
+
+
+def _tiles_of_groups(call: FakeCall) -> Any:
+    groups, (rows, blocks) = call.offs.shape[0], call.scales.shape
+    if call.block:
+        return call.scales.new_empty((-(-rows // ROWS) * ROWS, padded_rows(blocks, groups, BLOCKS)))
+    return call.scales.new_empty((padded_rows(rows, groups, ROWS), -(-blocks // BLOCKS) * BLOCKS))
+
+
+class SwizzledGroups(Call, op="swizzled_groups", fake=_tiles_of_groups):
+    """Lay out each group's scales of ``scales`` (rows, blocks) as `fxprec.numerics.swizzle` does, group after group.
+
+    Each row is a token if ``block`` is 0, and each block is ``block`` tokens otherwise. ``offs`` (G,) are the ends of
+    the groups in tokens. What is padded is 0.
+    """
+
+    scales: Node
+    offs: Node
+    block: int
 
 
 def scaling_of(fmt: BlockFormat) -> Scaling | None:

@@ -13,11 +13,11 @@ ROWS, BLOCKS = 128, 4
 
 
 def swizzled(scales: Tensor) -> Tensor:
-    """Return scales (rows, blocks), padded with zeros, as a flat tensor of tiles, one row of tiles after another."""
-    rows, blocks = scales.shape
+    """Return scales (.., rows, blocks), padded with zeros, as (.., tiles), one row of tiles after another."""
+    *batch, rows, blocks = scales.shape
     padded = torch.constant_pad_nd(scales, [0, -blocks % BLOCKS, 0, -rows % ROWS])
-    tiles = padded.view(padded.shape[0] // ROWS, 4, 32, padded.shape[1] // BLOCKS, BLOCKS)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+    tiles = padded.view(*batch, padded.shape[-2] // ROWS, 4, 32, padded.shape[-1] // BLOCKS, BLOCKS)
+    return tiles.transpose(-4, -2).reshape(*batch, -1)
 
 
 def places(rows: int, blocks: int) -> Tensor:

@@ -19,6 +19,8 @@ from fxprec.passes.casts.operands import Rounding
 from fxprec.passes.sites import emit, emit_call
 
 Roundings = list[tuple[int, Node, Rounding]]
+_BITS = 128
+"""Tensor cores read 16 bytes at once, so a group's codes begin at a multiple of them."""
 
 
 @dataclass
@@ -37,7 +39,7 @@ class GroupedOperands:
         args: list[Any] = list(gemm.args)
         offs = GroupedMm.of(gemm).offs
         is_sum = tensor_of(gemm).ndim == 3
-        unit = max(how.unit for _, _, how in roundings) if is_sum else 1
+        unit = max(max(how.unit, _BITS // how.fmt.bits) for _, _, how in roundings) if is_sum else 1
         with self.graph.inserting_before(gemm):
             if is_sum:
                 args[2] = self._once(gemm, offs, None, unit)

@@ -17,7 +17,8 @@ from fxprec.kernels.scaled_mm import ScaledMm, scaling_of
 from fxprec.numerics import block_codec
 from fxprec.numerics.blocks import find_blocks
 from fxprec.numerics.swizzle import BLOCKS, ROWS, places, swizzled
-from fxprec.passes.lowering.scaled_mm import laid_out, multiply_blocks
+from fxprec.passes.lowering.block_operands import laid_out
+from fxprec.passes.lowering.scaled_mm import multiply_blocks
 from fxprec.runtime import scaled_mm as computed
 
 aten = torch.ops.aten
@@ -193,18 +194,8 @@ def test_codes_and_scales_are_torchaos(name):
     assert torch.equal(swizzles, to_blocked(scale.view(torch.uint8).view(64, -1)))
 
 
-class Batched(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 64, 32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight
-
-
 REFUSED = [
     (nn.Linear(128, 40), "mxfp8", torch.randn(96, 128), "40 columns do not fit"),
-    (Batched(), "mxfp8", torch.randn(3, 32, 64), "not batches of them"),
     (nn.Linear(128, 64), operands(forward="mxfp8_e5m2"), torch.randn(96, 128), "and not mxfp8_e5m2"),
 ]
 

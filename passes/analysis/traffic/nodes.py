@@ -15,7 +15,7 @@ from fxprec import compat
 from fxprec.ir.operators import Moves, moving_as
 from fxprec.kernels.coded_gemms import MatmulCodes, MatmulToCodes
 from fxprec.kernels.layout import SideBySide
-from fxprec.kernels.scaled_mm import ScaledMm
+from fxprec.kernels.scaled_mm import ScaledGroupedMm, ScaledMm
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import argument, dim_hint, numel_hint, operator_of, tensor_of, value
 from fxprec.passes.analysis.replay.kernels import Kind, kind_of
@@ -23,7 +23,11 @@ from fxprec.passes.analysis.replay.loops import Item, Loops
 
 aten = torch.ops.aten
 _LAUNCH = compat.TritonCalls.target
-_GEMMS = ops.GEMMS | ops.GEMMS_BACKWARD | {aten.mm.dtype, MatmulCodes.target, MatmulToCodes.target, ScaledMm.target}
+_GEMMS = (
+    ops.GEMMS
+    | ops.GEMMS_BACKWARD
+    | {aten.mm.dtype, MatmulCodes.target, MatmulToCodes.target, ScaledMm.target, ScaledGroupedMm.target}
+)
 _MOST_JOINED = 4
 """Most tensors that Inductor concatenates in one loop; with more, each tensor is written into its place."""
 _PERMUTES = moving_as(Moves.ORDER)
