@@ -316,6 +316,16 @@ class Backend(Watched):
             if controller.keeper is not None:
                 controller.keeper.ask()
 
+    def hold_operands_high(self, when: Callable[[int], bool] | None = None) -> None:
+        """Multiply GEMM operands in ``hi`` instead of in blocks, from the next training step on.
+
+        With ``when``, from the first step on for which ``when(step)`` is True; it is called as each step of each graph
+        begins, with the graph's number of steps, from 1. The graph is compiled again once. `Operands.high_after` gives
+        the step in advance. A saved state has the plan, not ``when``: give it again where training resumes. Raises
+        `ConfigError` if the recipe rounds no operands to blocks.
+        """
+        self._model.high_operands.ask(when)
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain data: plans with their promotions, scales, and statistics that have not taken effect yet.
 

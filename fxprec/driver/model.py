@@ -14,6 +14,7 @@ from fxprec.config import Settings
 from fxprec.driver import saved_state
 from fxprec.driver.capture import Captured, Parameters
 from fxprec.driver.graph import PlannedGraph
+from fxprec.driver.high_operands import HighOperands
 from fxprec.driver.saved_state import GraphState, Identity, SavedGraph, Waiting
 from fxprec.driver.saved_together import SavedTogether
 from fxprec.driver.shared_peak import SharedPeak
@@ -44,6 +45,7 @@ class Model:
         self.settings, self.skips, self.recorder = settings, skips, recorder
         self.binding: InBackward | None = None  # the optimizers whose parameters are stepped during backward
         self.step_budget: int | None = None  # bytes, including weights and optimizer states
+        self.high_operands = HighOperands(settings.recipe)
         self.shared_peak = SharedPeak(settings)
         self.saved_together = SavedTogether(settings)
         self.all: list[PlannedGraph] = []

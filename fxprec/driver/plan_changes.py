@@ -59,15 +59,13 @@ class PlanChanges:
         controller.promote_as(trained, "promoted in training")
 
     def _hold_operands_high(self, controller: Controller) -> None:
-        """Recompile with GEMM operands in ``hi`` once the steps are over in which the recipe rounds operands."""
+        """Recompile with GEMM operands in ``hi`` once the recipe or the user wants them so."""
         graph = self._graph
-        operands, in_force = graph.settings.recipe.operands, graph.compiled.plan
-        steps = controller.step if graph.is_training else self._model.steps_of_training
-        if operands is None or in_force is None or not 0 < operands.high_after < steps or self._keeps_operands:
+        in_force, high = graph.compiled.plan, self._model.high_operands
+        since = high.asked_since(controller.step) if graph.is_training else high.since(self._model.steps_of_training)
+        if since is None or in_force is None or self._keeps_operands or not any(map(any, in_force.operand_formats)):
             return
-        if not any(map(any, in_force.operand_formats)):
-            return
-        hi, since = graph.settings.recipe.hi.name, f"after step {operands.high_after}"
+        hi = graph.settings.recipe.hi.name
         failed = self._failure_to_compile(f"for operands in {hi} {since}", controller.plan.with_high_operands(since))
         if failed is not None:
             self._keeps_operands = True

@@ -278,6 +278,53 @@ def test_a_resumed_run_goes_on_as_it_would_have(steps: int) -> None:
         assert torch.equal(one(after), whole[1])
 
 
+IN_BLOCKS = recipe(**dict.fromkeys(EVERY, "nvfp4"))
+
+
+def test_operands_are_high_from_the_step_on_in_which_a_function_says_so() -> None:
+    model, x = layers(), batch()
+    backend = eager_backend(IN_BLOCKS)
+    step, rate, seen = compiled(model, backend), 0.1, []
+
+    def is_late(number: int) -> bool:
+        seen.append(number)
+        return rate < 0.05
+
+    backend.hold_operands_high(is_late)
+    exact = trained(eager_backend(recipe(forward="nvfp4"), keep_high=("0", "2")), model, x)
+    for i in range(4):
+        rate *= 0.7
+        out = step(x)
+        out.sum().backward()
+        assert torch.equal(out, exact[0]) == (i >= 1)
+    assert seen == [1, 2]
+    (event,) = [event for event in backend.events if event.kind == "relowering"]
+    assert (event.step, event.detail.endswith("for operands in fp32 since step 2, as asked")) == (2, True)
+    assert [gemm.operands_why for gemm in backend.plans[0].gemms] == ["since step 2, as asked"] * 2
+    with torch.no_grad():
+        model.eval()
+        assert torch.equal(step(x), exact[0]), "evaluation rounds as training does"
+
+
+def test_a_run_resumed_after_the_call_multiplies_high_operands() -> None:
+    model, x = layers(), batch()
+    backend = eager_backend(IN_BLOCKS)
+    step = compiled(model, backend)
+    step(x).sum().backward()
+    backend.hold_operands_high()
+    wanted = step(x)
+    wanted.sum().backward()
+    after = eager_backend(IN_BLOCKS)
+    after.load_state_dict(backend.state_dict())
+    assert torch.equal(compiled(model, after)(x), wanted)
+    assert not torch.equal(compiled(model, eager_backend(IN_BLOCKS))(x), wanted)
+
+
+def test_a_recipe_without_blocks_has_no_operands_to_hold_high() -> None:
+    with pytest.raises(fxprec.ConfigError, match="recipe 'fp8' multiplies no operands in blocks"):
+        fxprec.Backend(fxprec.Config(recipe="fp8")).hold_operands_high()
+
+
 def test_where_compiling_with_high_operands_fails_training_goes_on_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     model, backend = layers(), eager_backend(SCHEDULED)
     step = compiled(model, backend)
