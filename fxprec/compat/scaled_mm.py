@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +77,8 @@ class Arguments:
         scales = self.scale_a, self.recipe, self.scale_b, self.recipe, self.swizzle, self.swizzle
         if self.offs is None:
             return F.scaled_mm(self.mat_a, self.mat_b, *scales, bias=bias, output_dtype=dtype)
-        return F.scaled_grouped_mm(self.mat_a, self.mat_b, *scales, bias=bias, offs=self.offs, output_dtype=dtype)
+        multiply: Callable[..., Tensor] = F.scaled_grouped_mm  # type: ignore[attr-defined]  # torch's stub leaves it out
+        return multiply(self.mat_a, self.mat_b, *scales, bias=bias, offs=self.offs, output_dtype=dtype)
 
 
 def _for_each(offs: Tensor, whole: Tensor) -> Tensor:

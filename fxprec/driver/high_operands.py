@@ -20,7 +20,10 @@ class HighOperands:
     """The step in which ``when`` was True."""
 
     def ask(self, when: Callable[[int], bool] | None) -> None:
-        """Hold operands high from the first step on for which ``when`` is True; None: from the next step on."""
+        """Hold operands high from the first step on for which ``when`` is True; None: from the next step on.
+
+        Raises `ConfigError` if the recipe rounds no operands to blocks.
+        """
         if self.recipe.operands is None:
             raise ConfigError(
                 f"recipe {self.recipe.name!r} multiplies no operands in blocks, so there are none to hold high; this "

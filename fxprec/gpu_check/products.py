@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fxprec.compat.observed import scaled_mm
+from fxprec.gpu_check import block_products
 from fxprec.gpu_check.ground import Ground, present, same, within
 from fxprec.gpu_check.samples import table_of
 from fxprec.numerics import ahead
@@ -33,6 +34,7 @@ def check(ground: Ground) -> None:
             _generated(ground, first, second, (m, k, n), tiles, is_first=(first, second) == PAIRS[0])
         with ground.case(f"generated {first} x {second} to {second}"):
             _encoded(ground, first, second, (m, k, n), tiles[-1])
+    block_products.check(ground)
     if ground.on_gpu and ground.architecture < 89:
         ground.leave_out("_scaled_mm", f"sm_{ground.architecture} has no products of 8-bit floats")
         return

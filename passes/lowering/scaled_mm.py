@@ -9,7 +9,7 @@ split into scales and codes. Other products stay decoded, and are returned with 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Graph, Node
@@ -158,7 +158,7 @@ class _Batched:
         batch, rows, columns = tensor_of(node).shape
         (a, scale_a), (b, scale_b) = made.of(first, True, node), made.of(second, False, node)
         wholes = first.read.whole, second.read.whole
-        like = {"dtype": torch.int32, "device": tensor_of(node).device}
+        like: dict[str, Any] = {"dtype": torch.int32, "device": tensor_of(node).device}
         with graph.inserting_before(node):
             a = call(graph, aten.view.default, a, [batch * rows, -1])
             scale_a = call(graph, aten.view.default, scale_a, [batch * (-(-rows // ROWS) * ROWS), -1])
