@@ -21,13 +21,13 @@ from fxprec.numerics.hadamard import SIZE
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.float32_functions import float32_function
 from fxprec.passes.analysis.joint import input_at, is_backward, is_view, numel_hint, tensor_of
+from fxprec.passes.analysis.marks import marks
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.analysis.selection import covers
 from fxprec.passes.base import OperandFormats, Pass, Work
 from fxprec.passes.casts.grouped import GroupedOperands
 from fxprec.passes.casts.operands import OperandCasts, Rounding
 from fxprec.passes.notice import Notice
-from fxprec.passes.smooth_swiglu import SCALED_CHANNELS
 from fxprec.plan import Gemm
 from fxprec.plan.lines import named
 
@@ -104,7 +104,7 @@ class _Rewrite:
     found: dict[Node, tuple[Product, BlockFormat]]
     """The GEMM nodes to rewrite."""
     owners: dict[Node, tuple[int, int]] = field(default_factory=dict)
-    """For each GEMM node: the GEMM's index and its weights' elements, which the casts get as `OPERAND_META`."""
+    """For each GEMM node: the GEMM's index and its weights' elements, which the casts get as `Marks.operand_of`."""
 
     @classmethod
     def of(cls, work: Work, operands: Operands) -> _Rewrite:
@@ -170,7 +170,7 @@ class _Rewrite:
         node = operand
         while (
             node.target in _SHOWING
-            or SCALED_CHANNELS in node.meta
+            or marks(node).has_scaled_channels
             or (is_view(node) and len(node.all_input_nodes) == 1)
         ):
             node = node.all_input_nodes[0]

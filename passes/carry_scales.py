@@ -24,9 +24,10 @@ from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, Quantize, Rescale
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.constant_factors import constant_factors, growth_of
-from fxprec.passes.analysis.dumped_tensors import CARRIED_META, dumped_in
+from fxprec.passes.analysis.dumped_tensors import dumped_in
 from fxprec.passes.analysis.inputs import module_path
 from fxprec.passes.analysis.joint import argument, input_at
+from fxprec.passes.analysis.marks import mark
 from fxprec.passes.analysis.producers import is_zero, producer_of
 from fxprec.passes.analysis.values import is_float_tensor
 from fxprec.passes.base import Pass, Work
@@ -57,7 +58,7 @@ class CarryScales(Pass):
             walk.run()
             work.scales = ScaleGraph(tuple(walk.variables), (*walk.before.slots, *walk.slots.values()))
             for node, _ in dumped_in(work.joint.graph):
-                node.meta[CARRIED_META] = walk.carried.get(node)
+                mark(node, carried=walk.carried.get(node))
 
 
 @dataclass

@@ -8,7 +8,7 @@ from fxprec.config.config import GroupingName
 from fxprec.errors import PlanError
 from fxprec.passes.analysis.dumped_tensors import mark_dumped
 from fxprec.passes.analysis.groups import group_tensors
-from fxprec.passes.analysis.tensors import GROUP_META
+from fxprec.passes.analysis.marks import mark
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.notice import Notice
 
@@ -28,7 +28,7 @@ class GroupTensors(Pass):
         work.grouped = group_tensors(work.operators, _grouping(work), copies_parameters=self.copies_parameters)
         for op, group in work.grouped.group_of.items():
             for node in (*op.nodes, *op.backward):
-                node.meta[GROUP_META] = group
+                mark(node, group=group)
         patterns = work.settings.asked.dump_tensors
         if patterns and work.joint.tangents:
             work.notices += [Notice("dump_tensors", text) for text in mark_dumped(work.grouped, patterns)]

@@ -17,16 +17,15 @@ from fxprec.ir.operators import HighReason
 from fxprec.ir.symbolic import AS_STORED, Dequantize, KeepNonfinite, Quantize, stored_dtype
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis.joint import is_backward, operator_of, tensor_of
+from fxprec.passes.analysis.marks import mark_like
 from fxprec.passes.analysis.ops import MUTATIONS
 from fxprec.passes.analysis.regions import REGION_META
-from fxprec.passes.analysis.tensors import GROUP_META, CountedTensor
+from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.plan import Site
 from fxprec.plan.compare import refuse_another_site
 
 _BY_DTYPE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-OPERAND_META = "fxprec_operand_of"
-"""Metadata key of a cast: (id of the plan's GEMM, elements of the GEMM's weight). The doctor reads it."""
-_COPIED_META = ("seq_nr", "stack_trace", "nn_module_stack", "fwd_nn_module_stack", GROUP_META, OPERAND_META)
+_COPIED_META = ("seq_nr", "stack_trace", "nn_module_stack", "fwd_nn_module_stack")
 
 
 def emit(
@@ -46,6 +45,7 @@ def emit(
     """
     node = graph.call_function(target, args, dict(kwargs))
     node.meta = {key: like.meta[key] for key in _COPIED_META if key in like.meta}
+    mark_like(node, like)
     if val is None:
         fakes: Any = torch.fx.map_arg(args, lambda n: n.meta["val"])
         val = target(*fakes, **kwargs)

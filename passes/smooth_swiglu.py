@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import input_at, is_backward, is_view_or_cast, tensor_of
+from fxprec.passes.analysis.marks import mark
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.notice import Notice
 from fxprec.passes.sites import emit, replace_uses
@@ -26,8 +27,6 @@ SLACK = 2
 """Binades that a channel may lie above the median channel. Larger channels are scaled down to this bound."""
 MOST = 14
 """The largest k: weights of 0.02 times 2^14 are below e4m3fn's largest number."""
-SCALED_CHANNELS = "fxprec_scaled_channels"
-"""Metadata key of a weight times powers of two. Passes treat such a node as the weight itself, seen through a view."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class _Pattern:
             weight, write = input_at(gemm, position), _Writer(gemm, gemm, aten.permute.default, in_operator=False)
             column = write(aten.unsqueeze.default, write.power(k, 1, tensor_of(weight).dtype), -1)
             scaled = write(aten.mul.Tensor, weight, column)
-            scaled.meta[SCALED_CHANNELS] = True
+            mark(scaled, has_scaled_channels=True)
             gemm.update_arg(position, scaled)
         for gemm, is_last in self.gradients:
             users, write = list(gemm.users), _Writer(gemm, gemm.next, aten.mul.Scalar)

@@ -30,8 +30,8 @@ from fxprec.ir.symbolic import (
     is_in_blocks,
 )
 from fxprec.passes.analysis.joint import argument, input_at, results_of
+from fxprec.passes.analysis.marks import marks
 from fxprec.passes.analysis.ops import MUTATIONS
-from fxprec.passes.sites import OPERAND_META
 from fxprec.runtime.reference_ops import keep_nonfinite
 
 aten = torch.ops.aten
@@ -201,7 +201,7 @@ def _casts(*halves: GraphModule) -> list[Cast]:
     for i, gm in enumerate(halves):
         for q, call in Quantize.among(Quantize.nodes(gm.graph)):
             reads = [d for half in halves[i:] for d in _reads(half, q.name)]
-            of = q.meta.get(OPERAND_META)
+            of = marks(q).operand_of
             found.append(Cast(q.name, bool(i), call, tuple(reads), *_keeps_signs(call.x), of))
     return found
 

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from fxprec import compat
 from fxprec.driver.wrappers import Run
 from fxprec.passes.analysis.joint import results_of
-from fxprec.passes.analysis.tensors import GROUP_META
+from fxprec.passes.analysis.marks import marks
 from fxprec.passes.insert_observers import measure
 from fxprec.runtime.reference_ops import draw, generator_of
 
@@ -147,10 +147,11 @@ class _ByGroup(Interpreter):
 
     def __init__(self, gm: GraphModule, ranges: ExitStack) -> None:
         super().__init__(gm)
-        self.group, self.ranges = None, ranges
+        self.group: int | None = None
+        self.ranges = ranges
 
     def run_node(self, n: Node) -> Any:
-        group = n.meta.get(GROUP_META)
+        group = marks(n).group
         if group is not None and group != self.group:
             self.group = group
             self.ranges.close()

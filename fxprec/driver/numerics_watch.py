@@ -27,9 +27,9 @@ from fxprec.numerics.bias import Bias
 from fxprec.numerics.blocks import find
 from fxprec.passes.analysis.attention import Attention, attentions
 from fxprec.passes.analysis.joint import argument, has_tag, input_at, results_of
+from fxprec.passes.analysis.marks import marks
 from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.analysis.ops import MUTATIONS
-from fxprec.passes.sites import OPERAND_META
 from fxprec.plan import Plan
 from fxprec.plan.lines import place
 from fxprec.runtime.controller import Controller, describe
@@ -97,7 +97,7 @@ def _site_of(cast: Node, controller: Controller) -> str:
     """Return the name of the tensor that a cast rounds: the plan's site, or the operand of a GEMM."""
     call = Quantize.match(cast)
     assert call is not None
-    of = cast.meta.get(OPERAND_META)
+    of = marks(cast).operand_of
     if of is None:
         return describe(controller.site_of(call.row))
     return f"operand {call.x.name} of {_gemm(controller.plan, of[0])} ({_place(cast)})"

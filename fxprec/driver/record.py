@@ -24,9 +24,10 @@ from fxprec.driver.event_log import EventLog
 from fxprec.driver.interpreter import runnable
 from fxprec.driver.wrappers import Run
 from fxprec.ir.symbolic import Quantize
-from fxprec.passes.analysis.dumped_tensors import CARRIED_META, dumped_in
+from fxprec.passes.analysis.dumped_tensors import dumped_in
 from fxprec.passes.analysis.inputs import GraphInput
 from fxprec.passes.analysis.joint import numel_hint, results_of
+from fxprec.passes.analysis.marks import marks
 from fxprec.passes.analysis.ops import MUTATIONS
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.plan import Site
@@ -180,7 +181,7 @@ def _shown(names: Sequence[str]) -> str:
 
 def _unscaled(x: Tensor, node: Node, controller: Controller) -> Tensor:
     """Divide a gradient by the power of two that it is scaled with."""
-    variable = node.meta.get(CARRIED_META)
+    variable = marks(node).carried
     exponent = 0 if variable is None or controller.keeper is None else controller.keeper.exps[variable]
     return x * 2.0**-exponent if exponent else x
 

@@ -14,12 +14,11 @@ from fxprec.errors import did_you_mean
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.gradients import GradientWalk
 from fxprec.passes.analysis.groups import Grouped
+from fxprec.passes.analysis.marks import mark, marks
 from fxprec.passes.analysis.tensors import CountedTensor
 
 aten = torch.ops.aten
 _COPIES = ops.ALIASES | {aten.clone.default}
-DUMPED_META = "fxprec_dumped"  # metadata key of a node: the counted tensors to dump that are its value
-CARRIED_META = "fxprec_carried"  # metadata key of such a node: the variable of the scale graph that scales it
 _SHOWN = 8
 
 
@@ -34,14 +33,14 @@ def mark_dumped(grouped: Grouped, patterns: Sequence[str]) -> list[str]:
         if taking:
             found[node].append(tensor)
     for node, tensors in found.items():
-        node.meta[DUMPED_META] = tuple(tensors)
+        mark(node, dumped=tuple(tensors))
     return [_no_match(text, grouped.tensors) for text in patterns if text in missed]
 
 
 def dumped_in(graph: Graph) -> Iterator[tuple[Node, CountedTensor]]:
     """Yield each marked node of a graph with each tensor that is its value."""
     for node in graph.nodes:
-        for tensor in node.meta.get(DUMPED_META, ()):
+        for tensor in marks(node).dumped:
             yield node, tensor
 
 

@@ -42,9 +42,10 @@ from fxprec.passes.analysis.joint import (
     tensor_of,
     value,
 )
+from fxprec.passes.analysis.marks import marks
 from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.analysis.ops import CONVERT
-from fxprec.passes.analysis.tensors import GROUP_META, CountedTensor
+from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.plan import ByteCount, Group, Plan, SavedTensor
 
 
@@ -166,7 +167,7 @@ def _saved_tensor(node: Node, plan: Plan, joint: JointGraph) -> SavedTensor:
         format=_format_of(node) if cast is None else cast.format,
         bytes=size,
         elements=elements,
-        group=int(node.meta.get(GROUP_META, 0)) if site is None else site.group,
+        group=marks(node).group or 0 if site is None else site.group,
         site=None if site is None else site.id,
         fp32=fp32,
     )

@@ -10,8 +10,6 @@ from typing import Literal
 
 import sympy
 
-GROUP_META = "fxprec_group"  # metadata key of a node: its operator's group, for profiler ranges
-
 Kind = Literal["output", "param", "grad_output", "grad_param"]
 KINDS: tuple[Kind, ...] = ("output", "param", "grad_output", "grad_param")
 

@@ -27,14 +27,13 @@ from torch.fx import Graph, Node
 from fxprec.ir.operators import Trait, column, having
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import argument, input_at, is_backward, value
+from fxprec.passes.analysis.marks import mark, marks
 
 aten = torch.ops.aten
 
 # The smallest magnitude of a mask's fill. BERT's original -1e4 is the smallest in use. Fills that are data (a padding
 # value, an ignored index, a clamp) are far smaller.
 MASK_FILL = 1e4
-
-_MASK, _UNTOUCHABLE, _UNDER_WAY = "fxprec_mask", "fxprec_untouchable", "fxprec_under_way"
 
 # Operators whose result keeps the fill values of any argument, or of the first: layout, casts, choice, sums, products.
 # Every other operator (softmax, a GEMM, a comparison) turns fill values into ordinary numbers.
@@ -49,13 +48,13 @@ _LARGEST = frozenset(torch.finfo(dtype).max for dtype in (torch.float64, torch.f
 
 def is_plain_float(node: Node) -> bool:
     """Return whether a pass may touch the value of ``node``: store, round, rescale or narrow it."""
-    return is_float_tensor(node) and not is_mask(node) and not node.meta.get(_UNTOUCHABLE)
+    return is_float_tensor(node) and not is_mask(node) and not marks(node).is_untouchable
 
 
 def is_float_tensor(node: Node) -> bool:
     """Return whether ``node`` is a dense float tensor, or a mask or divisor, whose gradients are ordinary."""
     val = value(node)
-    if val is None or val.dtype not in ops.FLOATS or val.layout is not torch.strided or node.meta.get(_UNDER_WAY):
+    if val is None or val.dtype not in ops.FLOATS or val.layout is not torch.strided or marks(node).is_under_way:
         return False
     return not val.is_neg() and not _is_empty(val)
 
@@ -72,7 +71,7 @@ def _is_empty(val: torch.Tensor) -> bool:
 
 def is_mask(node: Node) -> bool:
     """Return whether the value contains mask fills by construction. `mark_masks` must have run over the graph."""
-    return bool(node.meta.get(_MASK))
+    return marks(node).is_mask
 
 
 def mark_values(graph: Graph, *, stored: bool = True) -> None:
@@ -106,9 +105,9 @@ def _is_of_log_softmax(node: Node) -> bool:
 
 def _mark_untouchable(arg: object) -> None:
     """Mark a divisor or a result of log-softmax, and its sources up to a tensor whose zeros do not make it 0."""
-    while isinstance(arg, Node) and not arg.meta.get(_UNTOUCHABLE):
+    while isinstance(arg, Node) and not marks(arg).is_untouchable:
         if not is_backward(arg):
-            arg.meta[_UNTOUCHABLE] = True
+            mark(arg, is_untouchable=True)
         first, *others = arg.args or (None,)
         handed_on = arg.target in _SHIFTING and not any(isinstance(other, Node) for other in others)
         if arg.target in _REDUCING:
@@ -119,7 +118,7 @@ def _mark_untouchable(arg: object) -> None:
 def _mark_under_way(arg: object) -> None:
     """Mark the operand of a collective's wait, its sources through views, and the operator that returned it."""
     while isinstance(arg, Node) and arg.op == "call_function":
-        arg.meta[_UNDER_WAY] = True
+        mark(arg, is_under_way=True)
         arg = input_at(arg, 0) if arg.target in ops.VIEWS or arg.target is operator.getitem else None
 
 
@@ -142,7 +141,7 @@ def mark_masks(graph: Graph) -> None:
             if any(n in data for n in node.all_input_nodes):
                 data.add(node)
             if is_differentiable(node) and _holds_fill(node, data):
-                node.meta[_MASK] = True
+                mark(node, is_mask=True)
 
 
 def _holds_fill(node: Node, data: Collection[Node]) -> bool:

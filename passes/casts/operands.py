@@ -14,8 +14,9 @@ from fxprec.ir.symbolic import AS_STORED, CorrectScales, Dequantize, Quantize, R
 from fxprec.numerics.blocks import BlockFormat
 from fxprec.numerics.eden import HEADROOM
 from fxprec.passes.analysis.joint import is_backward, shape_text, tensor_of
+from fxprec.passes.analysis.marks import mark
 from fxprec.passes.casts.blocks import draw_seed
-from fxprec.passes.sites import OPERAND_META, emit, emit_call
+from fxprec.passes.sites import emit, emit_call
 
 aten = torch.ops.aten
 _IN_BACKWARD = "must_be_in_backward"
@@ -79,7 +80,7 @@ class OperandCasts:
         return self.rows
 
     def rounded(self, operand: Node, how: Rounding, gemm: Node, of: tuple[int, int]) -> Node:
-        """Return the rounded operand for ``gemm``; ``of`` is the value of `OPERAND_META`.
+        """Return the rounded operand for ``gemm``; ``of`` is the value of `Marks.operand_of`.
 
         Call this for GEMMs in graph order.
         """
@@ -130,7 +131,7 @@ class _Cast:
             whole = emit(casts.graph, aten.mul.Tensor, (whole, HEADROOM), self.gemm)
         seed = casts.seed if how.stochastic else None
         q = self._emit_call(Quantize(x, casts.table, row, fmt.name, casts.storage, seed, whole))
-        q.meta[OPERAND_META] = self.gemm_of
+        mark(q, operand_of=self.gemm_of)
         if how.eden:
             assert casts.seed is not None
             q = self._emit_call(CorrectScales(q, x, whole, casts.seed, row, fmt.name, how.rotation))

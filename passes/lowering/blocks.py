@@ -19,6 +19,7 @@ from fxprec.kernels.casts import LoadBlocks, StoreBlocks
 from fxprec.numerics import block_codec, block_device, eden, hadamard
 from fxprec.numerics.blocks import BlockFormat, find_blocks
 from fxprec.passes.analysis.joint import tensor_of
+from fxprec.passes.analysis.marks import mark, marks
 from fxprec.passes.lowering.expand import copied_in
 from fxprec.passes.lowering.triton.launch import KernelCalls, insert_launch
 from fxprec.passes.sites import replace_node
@@ -38,11 +39,8 @@ class BlockCall:
     @classmethod
     def of(cls, node: Node) -> BlockCall | None:
         """Return the cast that the node computes; None for nodes that call other kernels."""
-        found = node.meta.get(_CAST)
+        found = marks(node).block_call
         return found if isinstance(found, cls) else None
-
-
-_CAST = "fxprec_block_call"
 
 
 def lower_blocks(
@@ -157,7 +155,7 @@ def _launch(
     programs = -(-elements // (fmt.block * kernel.per_program))
     named = {name: given[name] for name in (*kernel.pointers, *kernel.integers)}
     call = insert_launch(graph, calls, kernel.source, kernel.name, programs, named, ["out"])
-    call.meta[_CAST] = described
+    mark(call, block_call=described)
     return graph.call_function(operator.getitem, (call, "out"))
 
 

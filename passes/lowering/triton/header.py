@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxprec.passes.analysis.tensors import GROUP_META
+from fxprec.passes.analysis.marks import marks
 from fxprec.passes.lowering.triton.kernel import Argument, Kernel
 from fxprec.passes.lowering.triton.sizes import shape_of
 from fxprec.plan import Site
@@ -13,7 +13,7 @@ from fxprec.plan import Site
 def header(kernel: Kernel, sites: Sequence[Site]) -> str:
     """Return comment lines. The user's names are quoted, so that none can end the comment."""
     by_row = {row: sites[row] for row in kernel.sites if row < len(sites)}
-    found = {n.meta[GROUP_META] for n in kernel.region.nodes if n.meta.get(GROUP_META) is not None}
+    found = {group for n in kernel.region.nodes if (group := marks(n).group) is not None}
     groups = ", ".join(map(str, sorted(found | {site.group for site in by_row.values()}))) or "none"
     schedule = "element by element" if kernel.region.columns is None else f"rows of {kernel.region.columns}"
     lines = [

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxprec.passes.lowering.triton.regions import ORIGIN, Region
+from fxprec.passes.analysis.marks import marks
+from fxprec.passes.lowering.triton.regions import Region
 from fxprec.passes.lowering.triton.sizes import Size
 
 BLOCK = 1024
@@ -38,7 +39,7 @@ class Argument:
     @property
     def origin(self) -> str:
         """Return the node's name in the graph before lowering."""
-        return str(self.node.meta.get(ORIGIN, self.node.name))
+        return marks(self.node).origin or self.node.name
 
 
 POINTERS = {

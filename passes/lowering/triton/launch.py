@@ -15,8 +15,8 @@ from torch.fx import Graph, Node
 
 from fxprec.numerics.stats import SITE_COUNTERS
 from fxprec.passes.analysis.joint import input_at, tensor_of, value
+from fxprec.passes.analysis.marks import mark
 from fxprec.passes.lowering.triton.kernel import Argument, Kernel
-from fxprec.passes.lowering.triton.regions import ORIGIN
 from fxprec.passes.lowering.triton.shapes_in_graph import SizeNodes
 from fxprec.passes.lowering.triton.sizes import shape_of, strides_of
 
@@ -156,7 +156,8 @@ class Launches:
         new = self._item(call, argument.name, empty)
         if argument.node.meta["val"].dtype != argument.dtype:
             new = self._view(new, argument.node.meta["val"].dtype)
-        new.meta = {**argument.node.meta, "val": new.meta["val"], ORIGIN: argument.origin}
+        new.meta = {**argument.node.meta, "val": new.meta["val"]}
+        mark(new, origin=argument.origin)
         return new
 
     def _item(self, call: Node, name: str, like: object) -> Node:

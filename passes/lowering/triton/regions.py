@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, QUANTIZE, RESCALE, Dequantize, KeepCodes, Quantize
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import argument, input_at, tensor_of
+from fxprec.passes.analysis.marks import mark, marks
 from fxprec.passes.lowering.triton.sizes import Size, numel_of, product, shape_of
 from fxprec.passes.lowering.triton.table import (
     BYTES,
@@ -35,7 +36,6 @@ MAX_NODES = 160
 MAX_COLUMNS = 8192
 """Most elements of a row: one program keeps 16 per thread at 16 warps. Inductor keeps longer rows."""
 
-ORIGIN = "fxprec_origin"
 """Key of ``meta``: the name, before lowering, of the node that a node copies."""
 VAR_MEAN = aten.var_mean.correction
 _SHOWING = ops.ALIASES | {aten.view.dtype}
@@ -157,7 +157,8 @@ def _decode_per_reader(graph: Graph) -> None:
     """Give every reader that computes with a decoded tensor its own decode: codes are cheaper to read than values."""
     for x in Dequantize.nodes(graph):
         readers = [u for u in x.users if is_supported(u) and not is_view(u)]
-        x.meta.setdefault(ORIGIN, x.name)
+        if not marks(x).origin:
+            mark(x, origin=x.name)
         for reader in readers if len(readers) < len(x.users) else readers[1:]:
             with graph.inserting_before(reader):
                 own = graph.node_copy(x)
