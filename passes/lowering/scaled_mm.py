@@ -141,7 +141,7 @@ class _Grouped:
         wholes = first.read.whole, second.read.whole
         with made.graph.inserting_before(node):
             new = ScaledGroupedMm(a, b, scale_a, scale_b, *wholes, ends, first.format.name).insert(made.graph)
-            new.meta = dict(node.meta)
+            new.meta = _metadata(node)
         substitute(made.graph, node, new)
 
 
@@ -164,9 +164,14 @@ class _Batched:
             scale_a = call(graph, aten.view.default, scale_a, [batch * (-(-rows // ROWS) * ROWS), -1])
             ends = graph.call_function(aten.arange.start_step, (rows, batch * rows + 1, rows), like)
             new = ScaledGroupedMm(a, b, scale_a, scale_b, *wholes, ends, first.format.name).insert(graph)
-            new.meta = {**node.meta, "val": tensor_of(node).new_empty(batch * rows, columns)}
+            new.meta = {**_metadata(node), "val": tensor_of(node).new_empty(batch * rows, columns)}
             new = call(graph, aten.view.default, new, [batch, rows, columns])
         substitute(graph, node, new)
+
+
+def _metadata(node: Node) -> dict[str, Any]:
+    """Return a product's metadata without the arguments that it was traced with; Inductor would expect them."""
+    return {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
 
 
 _IN_GROUPS: dict[object, type[_Grouped | _Batched]] = {GroupedMm.target: _Grouped, aten.bmm.default: _Batched}

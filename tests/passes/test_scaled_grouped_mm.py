@@ -162,6 +162,8 @@ def bits_of_codes(half, wanted):
     assert multiply_blocks(gm.graph) == ()
     gm.graph.lint()
     gm.recompile()
+    for product in ScaledGroupedMm.nodes(gm.graph):  # else Inductor expects these arguments, and fails
+        assert "eager_input_vals" not in product.meta
     for padded in PaddedEnds.nodes(gm.graph):  # tensor cores read 16 bytes at once
         assert PaddedEnds.of(padded).unit * wanted.bits % 128 == 0
     with torch.no_grad():
