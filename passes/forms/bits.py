@@ -28,6 +28,7 @@ class Bits(Form):
     serves = ANY
     counted = "in bits"
     options = frozenset()
+    passes = 1.0
 
     @staticmethod
     def can_hold(val: torch.Tensor, *, is_drawn: bool = False) -> bool:
