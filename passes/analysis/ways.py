@@ -65,6 +65,8 @@ class Form(ABC):
     """The kind of kernel that stores the copy: a loop that fuses with others, or a kernel of its own."""
     is_on_host: ClassVar[bool] = False
     """Whether the tensor waits in host memory."""
+    replaces_value: ClassVar[bool] = False
+    """Whether forward reads the copy, too, so that the value itself does not stay in memory until its last reader."""
     is_random: ClassVar[bool] = False
     """Whether the copy is rounded at random, with the step's seed."""
 

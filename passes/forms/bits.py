@@ -29,6 +29,7 @@ class Bits(Form):
     counted = "in bits"
     options = frozenset()
     passes = 1.0
+    replaces_value = True
 
     @staticmethod
     def can_hold(val: torch.Tensor, *, is_drawn: bool = False) -> bool:
