@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch.fx import Node
 
+from fxprec.config.ways import Way as WayName
 from fxprec.numerics.bits import Bit
 from fxprec.numerics.blocks import WHOLE_BITS, AnyFormat, BlockFormat, Integer
 from fxprec.numerics.formats import E4M3FN, Format
 from fxprec.passes.analysis.replay.kernels import Kind
 from fxprec.passes.analysis.saved_bytes import stored_bytes
 from fxprec.plan.rows import Site
-from fxprec.plan.rows import Way as WayName
 
 if TYPE_CHECKING:
     from fxprec.passes.forms.stage import Stage
