@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from fxprec.config.config import BLOCK_WAYS
+from fxprec.config.ways import BLOCK_WAYS
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis.replay.other_sizes import other_sizes
 from fxprec.passes.base import GivenPeak, Pass, Work

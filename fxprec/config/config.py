@@ -15,6 +15,7 @@ from fxprec.config.grad_scaling import NAMED, GradScaling, LossScaling, Scaling
 from fxprec.config.processor import EXAMPLES, Processor
 from fxprec.config.recipes import ALLOWED_RECIPES, Recipe, find_recipe
 from fxprec.config.tensor_patterns import tensor_patterns
+from fxprec.config.ways import BLOCK_WAYS, WAYS
 from fxprec.errors import ConfigError, did_you_mean
 from fxprec.numerics.formats import Format
 
@@ -28,9 +29,6 @@ GEMMS = ("auto", "low", "high")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GROUPINGS = ("execution", "dataflow")
 ON_NONFINITE = ("report", "raise", "ignore")
-BLOCK_WAYS = ("int4", "int2")
-WAYS = ("narrow", *BLOCK_WAYS, "recompute", "offload")
-DEFAULT_WAYS = ("narrow", "recompute")
 ALLOCATORS = ("compact", "system")
 LOWERINGS = ("auto", "triton", "inductor", "eager")
 _WORDS = {"lowering": LOWERINGS, "gemms": GEMMS, "mode": MODES, "grouping": GROUPINGS}

@@ -7,11 +7,12 @@ from fractions import Fraction
 from typing import Self
 
 from fxprec.config.accumulator import Accumulator, find_accumulator
-from fxprec.config.config import DEFAULT_WAYS, Config, Storage
+from fxprec.config.config import Config, Storage
 from fxprec.config.contradictions import storage_in_force
 from fxprec.config.grad_scaling import NAMED, Scaling
 from fxprec.config.processor import Processor
 from fxprec.config.recipes import Recipe, find_recipe
+from fxprec.config.ways import DEFAULT_WAYS
 from fxprec.numerics.formats import Format
 
 

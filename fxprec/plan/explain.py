@@ -6,11 +6,12 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from fxprec.config.ways import WAYS_SAID
 from fxprec.errors import PlanError, did_you_mean
 from fxprec.numerics.blocks import find_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.plan.lines import named, one_line, place
-from fxprec.plan.rows import WAYS_SAID, HalfLowering, LoweringChoice, LoweringEstimate, PeakBytes, WholeStep
+from fxprec.plan.rows import HalfLowering, LoweringChoice, LoweringEstimate, PeakBytes, WholeStep
 from fxprec.plan.saved_tensors import lines as saved_tensor_lines
 from fxprec.plan.shown import line
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
+
+from fxprec.config.ways import Way
 
 # Annotations of text and numbers in fields; `entries` checks them when it reads a file.
 Share = Annotated[float, "from 0 to 1"]
@@ -80,14 +81,6 @@ class Group:
     """Elements of the floating-point tensors in ``saved_bytes``, without copies of parameters."""
 
 
-Way = Literal["", "keep", "narrow", "recompute", "offload"]
-WAYS_SAID: Mapping[Way, str] = {
-    "keep": "kept",
-    "narrow": "kept",
-    "recompute": "recomputed",
-    "offload": "in host memory",
-}
-"""The text for each way in a plan's explanations."""
 Reads = Literal["backward", "gemm codes", "all"]
 
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from fxprec.config.ways import WAYS_SAID, Way
 from fxprec.numerics.bits import BIT
-from fxprec.plan.rows import WAYS_SAID, PeakBytes, Way
+from fxprec.plan.rows import PeakBytes
 
 if TYPE_CHECKING:
     from fxprec.plan.plan import Plan

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fxprec.config.ways import WAYS_SAID
 from fxprec.numerics.blocks import BlockFormat, find
 from fxprec.plan import Plan, Site
 from fxprec.plan.lines import one_line, place
-from fxprec.plan.rows import WAYS_SAID
 
 _VERSIONS = {"fxprec", "torch", "schema"}
 _TABLES = ("gemms", "groups", "sites")

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch.fx import Node
 
+from fxprec.config.ways import Way as WayName
 from fxprec.numerics.bits import Bit
-from fxprec.numerics.blocks import AnyFormat
+from fxprec.numerics.blocks import WHOLE_BITS, AnyFormat, BlockFormat, Integer
+from fxprec.numerics.formats import E4M3FN, Format
 from fxprec.passes.analysis.replay.kernels import Kind
 from fxprec.passes.analysis.saved_bytes import stored_bytes
 from fxprec.plan.rows import Site
-from fxprec.plan.rows import Way as WayName
 
 if TYPE_CHECKING:
     from fxprec.passes.forms.stage import Stage
@@ -60,14 +61,12 @@ class Form(ABC):
     """The words for values in this form in the plan's note, after their number."""
     format: AnyFormat | Bit | None
     """The format of the copy, or the row's format if the copy has none; None: the value itself is kept."""
-    error: ClassVar[float | None] = None
-    """Relative error, root mean square, of the value that backward reads; None: that of ``format``."""
     kernel: ClassVar[Kind] = Kind.FUSED
     """The kind of kernel that stores the copy: a loop that fuses with others, or a kernel of its own."""
     is_on_host: ClassVar[bool] = False
     """Whether the tensor waits in host memory."""
-    is_rounded: ClassVar[bool] = False
-    """Whether the value is rounded only in order to keep it in this form."""
+    replaces_value: ClassVar[bool] = False
+    """Whether forward reads the copy, too, so that the value itself does not stay in memory until its last reader."""
     is_random: ClassVar[bool] = False
     """Whether the copy is rounded at random, with the step's seed."""
 
@@ -75,6 +74,20 @@ class Form(ABC):
     @abstractmethod
     def options(self) -> frozenset[str]:
         """Return the options of `Config.ways` that this form needs, all of them."""
+
+    @property
+    def error(self) -> float:
+        """Return the relative error, root mean square, that the value gets only in order to be kept in this form."""
+        return 0.0
+
+    @property
+    def passes(self) -> float:
+        """Return the passes over a value in 16 bits that its encoding, its decoding and its error cost.
+
+        e4m3's error costs as much as its encoding and decoding. So among choices equal otherwise, the one without
+        rounding wins. 4 bits win against a way that takes longer than 8 passes over a value.
+        """
+        return 1 + self.error / rounding_error(E4M3FN) if self.error else 0.0
 
     def num_bytes(self, val: torch.Tensor) -> int:
         """Return the bytes of a value in this form."""
@@ -94,6 +107,16 @@ class Form(ABC):
 
 
 Way = Recompute | Form
+
+
+def rounding_error(fmt: AnyFormat) -> float:
+    """Return a format's relative error, root mean square, for normal numbers; integers span 7 deviations."""
+    if isinstance(fmt, BlockFormat) and isinstance(fmt.element, Integer):
+        steps = 7 / fmt.element.largest
+        return float(steps / (6 if fmt.bits < WHOLE_BITS else 12) ** 0.5)
+    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    assert isinstance(element, Format)
+    return float(2.0 ** -(element.mantissa_bits + 1) / 3**0.5)
 
 
 def row_of(site: Site, way: WayName, fmt: str, why: str) -> Site:

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fxprec.numerics.bits import Bit
-from fxprec.numerics.blocks import WHOLE_BITS, AnyFormat, BlockFormat, Integer
-from fxprec.numerics.formats import E4M3FN, Format
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.joint import numel_hint, tensor_of
 from fxprec.passes.analysis.replay.kernels import LIGHT, Kind, flops_of, kind_of, result_bytes
@@ -71,32 +68,8 @@ class Rates:
         return 2 * (size / self.host_bytes_per_s + self.call_s)
 
     def encoding(self, node: Node, form: Form) -> float:
-        """Return the seconds of encoding and decoding, plus a penalty in proportion to the format's error.
-
-        e4m3's penalty is as long as its encoding and decoding. So among choices equal otherwise, the one without
-        rounding wins. 4 bits win against a way that takes longer than 8 passes over a value.
-        """
-        return _passes(form) * numel_hint(tensor_of(node)) * _HIGH_BYTES / self.bytes_per_s
-
-
-def _passes(form: Form) -> float:
-    """Return the passes over a value in 16 bits that its encoding, its decoding and its error count as."""
-    if isinstance(form.format, Bit):
-        return 1.0
-    if not form.is_rounded:
-        return 0.0
-    assert form.format is not None, "a value itself is not rounded"
-    return 1 + (_error(form.format) if form.error is None else form.error) / _error(E4M3FN)
-
-
-def _error(fmt: AnyFormat) -> float:
-    """Return a format's relative error, root mean square, for normal numbers; integers span 7 deviations."""
-    if isinstance(fmt, BlockFormat) and isinstance(fmt.element, Integer):
-        steps = 7 / fmt.element.largest
-        return float(steps / (6 if fmt.bits < WHOLE_BITS else 12) ** 0.5)
-    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
-    assert isinstance(element, Format)
-    return float(2.0 ** -(element.mantissa_bits + 1) / 3**0.5)
+        """Return the seconds of encoding and decoding, plus a penalty in proportion to the form's error."""
+        return form.passes * numel_hint(tensor_of(node)) * _HIGH_BYTES / self.bytes_per_s
 
 
 _HIGH_BYTES = 2

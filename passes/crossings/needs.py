@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from fxprec.config.config import BLOCK_WAYS
+from fxprec.config.ways import BLOCK_WAYS
 from fxprec.numerics.blocks import BlockFormat, find_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions

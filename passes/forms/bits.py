@@ -28,6 +28,8 @@ class Bits(Form):
     serves = ANY
     counted = "in bits"
     options = frozenset()
+    passes = 1.0
+    replaces_value = True
 
     @staticmethod
     def can_hold(val: torch.Tensor, *, is_drawn: bool = False) -> bool:

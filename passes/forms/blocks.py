@@ -9,7 +9,7 @@ from torch.fx import Node
 from fxprec.numerics.blocks import WHOLE_BITS, BlockFormat
 from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.replay.kernels import Kind
-from fxprec.passes.analysis.ways import Demand, Form, row_of
+from fxprec.passes.analysis.ways import Demand, Form, rounding_error, row_of
 from fxprec.passes.casts.blocks import store_in_blocks
 from fxprec.passes.forms.stage import Stage
 from fxprec.plan.rows import Site
@@ -27,7 +27,10 @@ class Blocks(Form):
     counted = "in blocks"
     options = frozenset({"blocks"})
     kernel = Kind.EXTERN
-    is_rounded = True
+
+    @property
+    def error(self) -> float:
+        return rounding_error(self.format)
 
     @property
     def is_random(self) -> bool:  # type: ignore[override]

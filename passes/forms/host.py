@@ -32,14 +32,8 @@ class OnHost(Form):
         return self.form.serves
 
     @property
-    def error(self) -> float | None:  # type: ignore[override]
-        """Return the relative error of the inner form."""
+    def error(self) -> float:
         return self.form.error
-
-    @property
-    def is_rounded(self) -> bool:  # type: ignore[override]
-        """Return whether the inner form rounds the value only in order to keep it."""
-        return self.form.is_rounded
 
     @property
     def options(self) -> frozenset[str]:

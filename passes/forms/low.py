@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from fxprec.numerics.formats import Format
-from fxprec.passes.analysis.ways import LOW, Form, row_of
+from fxprec.passes.analysis.ways import LOW, Form, rounding_error, row_of
 from fxprec.passes.forms.stage import Stage
 from fxprec.plan.rows import Site
 
@@ -21,7 +21,10 @@ class Low(Form):
     serves = LOW
     counted = "kept in 8 bits"
     options = frozenset({"narrow"})
-    is_rounded = True
+
+    @property
+    def error(self) -> float:
+        return rounding_error(self.format)
 
     def store(self, value: Node, stage: Stage) -> None:
         stage.store_copy(value, self.format)

@@ -113,7 +113,7 @@ class Replay:
             size = stored_bytes(fmt, val) if form is None else form.num_bytes(val)
             copy = Item(self._cast_kind(fmt, form), size, [self.at[node]], is_stored=not is_moved, is_aligned=True)
             self.copies[node] = self._append(copy, node, node)
-            if isinstance(fmt, Bit):  # forward reads the bits: what they are computed from need not stay
+            if form is not None and form.replaces_value:
                 read = Item(Kind.FUSED, result_bytes(node), [self.copies[node]])
                 self.at[node] = self._append(read, node, node)
         if is_moved:
