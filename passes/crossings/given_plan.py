@@ -42,7 +42,8 @@ def as_given(work: Work, needs: Needs, given: GivenPeak) -> tuple[Fit, PeakBytes
             )
         _refuse_sources(needs, node, kept)
     overlap(replay, Rates.of(work.joint.device), work.peak_part.bound(given.peak.budget).peak)
-    return Fit(replay, kept, 0.0), replace(given.peak, planned=replay.peak, live=replay.live_by_kind())
+    fit = Fit(replay, kept, 0.0)
+    return fit, replace(given.peak, planned=fit.peak, waiting=fit.waiting, live=replay.live_by_kind())
 
 
 def _form_of(needs: Needs, node: Node, site: Site) -> Form:
