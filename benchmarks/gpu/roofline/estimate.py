@@ -120,8 +120,9 @@ def _factors(launch: Launch) -> tuple[Memory, Memory]:
 
 
 def _product_flops(launch: Launch) -> float:
+    """Of codes of 4 bits an element of a tensor holds two."""
     a, b = _factors(launch)
-    return 2.0 * math.prod(a.shape) * b.shape[-1]
+    return 2.0 * math.prod(a.shape) * b.shape[-1] * (2 if a.dtype == torch.float4_e2m1fn_x2 else 1)
 
 
 def _scaled_rate(launch: Launch) -> str:
@@ -158,6 +159,8 @@ def _attention_rate(launch: Launch) -> str:
 
 
 def _rate_of(x: Memory) -> str:
+    if x.dtype == torch.float4_e2m1fn_x2:
+        return "fp4"
     return "fp8" if x.dtype in _FP8 else "float32" if x.dtype == torch.float32 else "bfloat16"
 
 
