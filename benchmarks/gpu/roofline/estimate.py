@@ -47,7 +47,9 @@ class Rates:
         if costs.fp8_flop_per_s is not None:
             flops["fp8"] = costs.fp8_flop_per_s
         if DEVICES[arch].capability >= (10, 0) and costs.fp8_flop_per_s is not None:
-            flops["fp4"] = 2 * costs.fp8_flop_per_s  # as in NVIDIA's datasheet of the B200: dense 9.0e15 and 4.5e15
+            # NVIDIA's figures for the HGX B200, dense: FP4 9.0e15, FP8 4.5e15, BF16 2.25e15; with sparsity twice as many
+            # (read at https://glennklockwood.com/garden/processors/B200).
+            flops["fp4"] = 2 * costs.fp8_flop_per_s
         flops |= {"generated": costs.generated_flop_per_s, "generated, NaN": costs.generated_special_flop_per_s}
         flops |= {f"attention {kernel}": share * costs.bf16_flop_per_s for kernel, share in ATTENTION_SHARE.items()}
         cycles = _SCHEDULERS * costs.multiprocessors * costs.clock_hz
