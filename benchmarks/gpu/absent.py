@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +104,8 @@ def moved_to_cuda(gm: GraphModule) -> GraphModule:
     for node in gm.graph.nodes:
         if str(node.kwargs.get("device")) == "cpu":
             node.kwargs = {**node.kwargs, "device": CUDA}
+        if node.target is torch.ops.prims.inductor_seeds.default:
+            node.args = (node.args[0], CUDA)
         if node.op == "placeholder" and not any(
             user.target is Reload.target and user.args[0] is node for user in node.users
         ):
@@ -116,9 +119,21 @@ def propagate(gm: GraphModule) -> tuple[list[Any], FakeTensorMode]:
     """Give every node its value; return the inputs and their mode."""
     inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
     mode: FakeTensorMode = next(v.fake_mode for v in inputs if isinstance(v, FakeTensor))
-    with mode, torch.no_grad():
+    with mode, torch.no_grad(), seeds_without_device():
         FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*inputs)
     return inputs, mode
+
+
+@contextmanager
+def seeds_without_device() -> Iterator[None]:
+    """Infer a seed's shape without indexing the tensor of seeds, which asks for the GPU even where the tensor is fake."""
+
+    def meta(seeds: torch.Tensor, index: int) -> torch._prims_common.TensorLike:
+        return torch._prims.TensorMeta(seeds, shape=(), strides=())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.ops.prims.inductor_lookup_seed.default, "prim_meta_impl", meta)
+        yield
 
 
 def _on_cuda(value: Any, mode: FakeTensorMode) -> Any:

@@ -17,10 +17,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/ is not install
 
 from benchmarks.gpu.absent import GPUS
 from benchmarks.gpu.roofline import table
-from benchmarks.gpu.roofline.count import Counted, count
+from benchmarks.gpu.roofline.count import Counted, count, written
 from benchmarks.gpu.roofline.estimate import B200, H100, Cost, Half
+from benchmarks.gpu.roofline.issue import Issue
 from benchmarks.gpu.roofline.minimum import minimum
-from benchmarks.gpu.roofline.replay import Launch, Memory
+from benchmarks.gpu.roofline.replay import Launch, Memory, replay
 from benchmarks.gpu.roofline.sides import NETWORKS, SIDES, Network, Side
 from benchmarks.gpu.roofline.traffic import KernelText
 from benchmarks.gpu.sass import Mix, code_of, read
@@ -215,6 +216,40 @@ def test_torchao_multiplies_codes_and_patches_nothing() -> None:
     assert TritonOverrides.maximum is before
 
 
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 128, bias=False))
+
+
+@pytest.mark.inductor
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="another torch's Inductor fuses otherwise")
+@pytest.mark.parametrize(
+    ("name", "launches", "num_bytes", "rate"),
+    [
+        ("nvfp4", (12, 27), (2_530_856, 4_568_632), "fp4"),
+        ("torchao mxfp8", (15, 10), (1_210_368, 796_672), "fp8"),
+        ("torchao nvfp4", (8, 12), (1_159_212, 757_872), "fp4"),
+    ],
+)
+def test_a_linear_layer_multiplies_three_products_in_blocks(
+    name: str, launches: tuple[int, int], num_bytes: tuple[int, int], rate: str
+) -> None:
+    if (reason := SIDES[name].absent) is not None:
+        pytest.skip(reason)
+    code = written(SIDES[name], Network("linear", linear, (2, 128, 256)), 100)
+    forward = replay(code["forward"])
+    backward = replay(code["backward"], forward)
+    first, second = (Half.of(half, B200, Issue(100, {})) for half in (forward, backward))
+    assert (len(first.costs), len(second.costs)) == launches
+    assert (first.bytes(), second.bytes()) == num_bytes
+    assert (first.flops() + second.flops())[rate] == 3 * 2 * 256 * 256 * 128
+
+
+def test_blocks_are_not_counted_for_a_gpu_that_multiplies_none() -> None:
+    reason = "the GPU's tensor cores do not multiply operands in blocks (--gpu b200)"
+    assert {side.left_out(90) for side in SIDES.values() if side.multiplies_blocks} == {reason}
+    assert SIDES["mxfp8"].left_out(100) is None
+
+
 def test_sides_in_fp8_are_compared_with_the_fastest_of_torchao() -> None:
     def taking(seconds: float) -> Counted:
         half = Half((Cost("k", "memory", 0, 0, 0.0, "", seconds, ""),), 0, 0)
@@ -223,3 +258,6 @@ def test_sides_in_fp8_are_compared_with_the_fastest_of_torchao() -> None:
     found = {"autocast": taking(2), "fp8 1 high": taking(1), "torchao a": taking(1.6), "torchao b": taking(1.25)}
     *_, last = table.lines(found, minimum(SMALL, H100), H100)
     assert last == "time against torchao's best, torchao b: fp8 1 high 0.80"
+    found |= {"mxfp8": taking(0.9), "torchao mxfp8": taking(0.6)}
+    *_, fp8, blocks = table.lines(found, minimum(SMALL, H100), H100)
+    assert (fp8, blocks) == (last, "time against torchao mxfp8: 1.50")

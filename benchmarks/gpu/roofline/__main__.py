@@ -37,8 +37,9 @@ def main() -> int:
     network, found = NETWORKS[args.network], dict[str, Counted]()
     arch = NAMES[args.gpu]
     for name in args.sides:
-        if SIDES[name].absent is not None:
-            print(f"{name}: left out, {SIDES[name].absent}", flush=True)
+        reason = SIDES[name].left_out(arch)
+        if reason is not None:
+            print(f"{name}: left out, {reason}", flush=True)
             continue
         start = time.perf_counter()
         found[name] = count(SIDES[name], network, arch)

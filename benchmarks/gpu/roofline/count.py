@@ -16,6 +16,7 @@ from benchmarks.gpu.roofline.estimate import GPUS, Half
 from benchmarks.gpu.roofline.issue import Issue
 from benchmarks.gpu.roofline.replay import NUM_OUTPUTS, Replay, replay
 from benchmarks.gpu.roofline.sides import Halves, Network, Side, capture
+from benchmarks.gpu.roofline.torchao_layers import call_scaled_products_as_they_are
 from fxprec import compat
 from fxprec.plan import Plan
 
@@ -75,6 +76,8 @@ def _code(halves: Halves, half: str, side: Side, arch: int) -> str:
     loads = nullcontext() if side.options is None else compat.only_tensors_are_loads(half in halves.scaled)
     with pytest.MonkeyPatch.context() as patch, loads:
         pretend(patch, arch)
+        if side.torchao is not None:
+            call_scaled_products_as_they_are(patch)
         return inductor_code(halves.graphs[half], half)
 
 

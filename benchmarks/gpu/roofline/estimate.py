@@ -47,7 +47,9 @@ class Rates:
         if costs.fp8_flop_per_s is not None:
             flops["fp8"] = costs.fp8_flop_per_s
         if DEVICES[arch].capability >= (10, 0) and costs.fp8_flop_per_s is not None:
-            flops["fp4"] = 2 * costs.fp8_flop_per_s  # as in NVIDIA's datasheet of the B200: dense 9.0e15 and 4.5e15
+            # NVIDIA's figures for the HGX B200, dense: FP4 9.0e15, FP8 4.5e15, BF16 2.25e15; with sparsity twice as many
+            # (read at https://glennklockwood.com/garden/processors/B200).
+            flops["fp4"] = 2 * costs.fp8_flop_per_s
         flops |= {"generated": costs.generated_flop_per_s, "generated, NaN": costs.generated_special_flop_per_s}
         flops |= {f"attention {kernel}": share * costs.bf16_flop_per_s for kernel, share in ATTENTION_SHARE.items()}
         cycles = _SCHEDULERS * costs.multiprocessors * costs.clock_hz
@@ -120,8 +122,9 @@ def _factors(launch: Launch) -> tuple[Memory, Memory]:
 
 
 def _product_flops(launch: Launch) -> float:
+    """Of codes of 4 bits an element of a tensor holds two."""
     a, b = _factors(launch)
-    return 2.0 * math.prod(a.shape) * b.shape[-1]
+    return 2.0 * math.prod(a.shape) * b.shape[-1] * (2 if a.dtype == torch.float4_e2m1fn_x2 else 1)
 
 
 def _scaled_rate(launch: Launch) -> str:
@@ -158,6 +161,8 @@ def _attention_rate(launch: Launch) -> str:
 
 
 def _rate_of(x: Memory) -> str:
+    if x.dtype == torch.float4_e2m1fn_x2:
+        return "fp4"
     return "fp8" if x.dtype in _FP8 else "float32" if x.dtype == torch.float32 else "bfloat16"
 
 

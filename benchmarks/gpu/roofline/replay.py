@@ -161,7 +161,8 @@ class _Libraries(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        results = func(*args, **(kwargs or {}))
+        on_meta = {name: torch.device("meta") if name == "device" else arg for name, arg in (kwargs or {}).items()}
+        results = func(*args, **on_meta)
         made = _tensors([results])
         if made and not _is_free(func):
             self.found.launches.append(_library(str(func), args, made))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ import fxprec.driver.half_compilation
 from benchmarks.gpu.absent import CUDA, moved_to_cuda, plan_for
 from benchmarks.gpu.attention import choose_as_on_gpu
 from benchmarks.gpu.models import LLAMA_70B_BLOCK, LLAMA_BLOCK, Block, Encoder, Shape, Stage
+from benchmarks.gpu.roofline.torchao_layers import converted
 from fxprec import Backend, Config, compat
 from fxprec.compat import copied
 from fxprec.driver.half_compilation import CompiledHalf
@@ -84,6 +84,12 @@ class Side:
             return None
         return "torchao is not installed (pip install --no-deps torchao)"
 
+    def left_out(self, arch: int) -> str | None:
+        """Why this side cannot be counted here for a GPU of that architecture, or None."""
+        if self.multiplies_blocks and arch < 100:
+            return "the GPU's tensor cores do not multiply operands in blocks (--gpu b200)"
+        return self.absent
+
 
 _FP8 = {"recipe": "fp8", "storage": "native"}
 SIDES = {
@@ -97,9 +103,12 @@ SIDES = {
         Side("fp8 1 triton", _FP8 | {"low_ratio": 1.0, "lowering": "triton"}),
         Side("hfp8 packed 1", {"recipe": "hfp8", "storage": "packed", "low_ratio": 1.0}),
         Side("mxfp8", {"recipe": "mxfp8"}, multiplies_blocks=True),
+        Side("nvfp4", {"recipe": "nvfp4"}, multiplies_blocks=True),
         Side("torchao tensorwise", autocast=True, torchao="tensorwise"),
         Side("torchao rowwise", autocast=True, torchao="rowwise"),
         Side("torchao rowwise, gradients high", autocast=True, torchao="rowwise_with_gw_hp"),
+        Side("torchao mxfp8", autocast=True, torchao="mxfp8", multiplies_blocks=True),
+        Side("torchao nvfp4", autocast=True, torchao="nvfp4", multiplies_blocks=True),
     )
 }
 
@@ -128,7 +137,7 @@ def capture(side: Side, network: Network, arch: int) -> Halves:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what this machine cannot do
         if side.torchao is not None:
-            model = _converted(patch, model, side.torchao)
+            model = converted(patch, model, side.torchao)
         backend = _plain(found, arch) if side.options is None else _fxprec(found, patch, side.options, arch)
         patch.setattr(fxprec.driver.half_compilation, "multiplies_blocks", lambda device: side.multiplies_blocks)
         with torch.autocast("cpu", torch.bfloat16, enabled=side.autocast):
@@ -138,24 +147,6 @@ def capture(side: Side, network: Network, arch: int) -> Halves:
         lowering = found.chooser.for_plan() if found.chooser.halves else None
         found.plan = replace(backend.plans[0], lowering=lowering)
     return found
-
-
-def _converted(patch: pytest.MonkeyPatch, model: nn.Module, recipe: str) -> nn.Module:
-    """Return the model with torchao's linear layers in place of its own."""
-    float8, layers = importlib.import_module("torchao.float8"), importlib.import_module("torchao.float8.float8_linear")
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        """As torchao's, which asks whether autocast is on for a GPU; here it is on for the CPU that stands in."""
-        x = x.to(torch.bfloat16)
-        y = layers.matmul_with_hp_or_float8_args.apply(x, self.weight.t(), self.linear_mm_config, self.config)
-        return y if self.bias is None else y + self.bias.to(y.dtype)  # type: ignore[no-any-return]
-
-    patch.setattr(layers.Float8Linear, "forward", forward)
-    # torchao would rewrite Inductor's minima for the whole process; what a kernel moves is the same.
-    inductor = importlib.import_module("torchao.float8._inductor_patch")
-    patch.setattr(inductor, "_patch_inductor_min_max_codegen", lambda: None)
-    config = float8.Float8LinearConfig.from_recipe_name(recipe)
-    return float8.convert_to_float8_training(model, config=config)  # type: ignore[no-any-return]
 
 
 def _plain(found: Halves, arch: int) -> Callable[[GraphModule, Sequence[Any]], Any]:

@@ -52,13 +52,20 @@ def _bound(counted: Counted) -> str:
     return f"{len(costs)} launches issue longer than they move bytes: {seconds * 1e3:.2f} ms, {lost * 1e3:.2f} of it so"
 
 
+_BLOCKS = ("mxfp8", "nvfp4")
+
+
 def _against_torchao(found: Mapping[str, Counted]) -> Iterator[str]:
-    """Yield how each side in fp8 compares with the fastest of torchao's, where there is one."""
+    """Yield how sides in fp8 compare with the fastest of torchao's in fp8, and each block format with torchao's own."""
     seconds = {name: counted.seconds for name, counted in found.items()}
-    best = min((name for name in found if name.startswith("torchao")), key=seconds.__getitem__, default=None)
+    rivals = [name for name in found if name.startswith("torchao") and not name.endswith(_BLOCKS)]
+    best = min(rivals, key=seconds.__getitem__, default=None)
     if best is not None:
         ratios = [f"{name} {seconds[name] / seconds[best]:.2f}" for name in found if name.startswith("fp8")]
         yield f"time against torchao's best, {best}: {', '.join(ratios)}"
+    for name in _BLOCKS:
+        if name in found and (rival := f"torchao {name}") in found:
+            yield f"time against {rival}: {seconds[name] / seconds[rival]:.2f}"
 
 
 def _row(name: str, counted: Counted, base: float | None) -> str:
