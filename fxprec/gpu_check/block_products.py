@@ -44,7 +44,7 @@ class _Operand:
         fmt, x = find_blocks(name), torch.randn(shape)
         whole = block_codec.tensor_scale(x, fmt) if fmt.tensor_scale else None
         encoded = block_codec.encode(x, fmt, whole)
-        codes, scales = laid_out(encoded, name, shape, 0, True, is_swizzled=False)
+        codes, scales = laid_out(encoded, name, shape, is_swizzled=False)
         self.numbers = block_codec.decode(encoded, fmt, x.numel(), whole).view(shape).double()
         self.codes, self.scales = codes.to(ground.device), scales.to(ground.device)
         self.whole = None if whole is None else whole.to(ground.device)

@@ -127,19 +127,20 @@ class Encoder:
         return self.made[key]
 
     def _encoded(self, operand: BlockOperand, along: bool, groups: Groups | None) -> tuple[Node, Node]:
+        *batch, rows, columns = operand.shape
+        is_turned = bool(operand.side) and not along
         layout = partial(
             laid_out,
             name=operand.read.format,
-            shape=operand.shape,
+            shape=(*batch, columns, rows) if is_turned else operand.shape,
             side=operand.side,
-            along=along,
             is_swizzled=groups is None,
         )
         quantize = Quantize.match(operand.read.q)
-        if quantize is None:  # records with corrected scales
+        if quantize is None:  # records with corrected scales, which are rows
             function, tensors = partial(_of_records, layout), [operand.read.q]
         else:
-            function = partial(_of_numbers, layout, name=quantize.format, row=quantize.row)
+            function = partial(_of_numbers, layout, is_turned=is_turned, name=quantize.format, row=quantize.row)
             tensors = [quantize.x, quantize.seed, quantize.whole]  # type: ignore[list-item]
         codes, scales = traced_in(self.graph, function, *tensors)
         if groups is not None:
@@ -154,36 +155,35 @@ def _of_records(layout: partial[tuple[Tensor, Tensor]], records: Tensor) -> tupl
 
 
 def _of_numbers(
-    layout: partial[tuple[Tensor, Tensor]], x: Tensor, seed: Tensor | None, whole: Tensor | None, name: str, row: int
+    layout: partial[tuple[Tensor, Tensor]],
+    x: Tensor,
+    seed: Tensor | None,
+    whole: Tensor | None,
+    is_turned: bool,
+    name: str,
+    row: int,
 ) -> tuple[Tensor, Tensor]:
+    """Encode the numbers; the transposed matrix if ``is_turned``, whose squares have the same scales."""
     salted = None if seed is None else block_codec.salted(seed, row)
-    return layout(block_codec.encode(x, find_blocks(name), whole, salted))
+    turned = x.transpose(-1, -2).transpose(-3, -4) if is_turned else x
+    return layout(block_codec.encode(turned, find_blocks(name), whole, salted))
 
 
 def laid_out(
-    encoded: Encoded, name: str, shape: Sequence[int], side: int, along: bool, is_swizzled: bool = True
+    encoded: Encoded, name: str, shape: Sequence[int], side: int = 0, is_swizzled: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return codes (.., outer, bytes along the summed dimension) and scales of matrices, both uint8.
+    """Return codes (.., rows, bytes) and scales of matrices whose columns the product sums over, both uint8.
 
     ``shape`` is (.., rows, columns) of the encoded matrices. They were encoded in squares of ``side``, or, if ``side``
-    is 0, in blocks along the columns. ``along``: the product sums over the columns, otherwise over the rows. Scales are
-    those of `fxprec.numerics.swizzle`, or (.., outer, blocks) if ``is_swizzled`` is False.
+    is 0, in blocks along the columns. Scales are those of `fxprec.numerics.swizzle`, or (.., rows, blocks) if
+    ``is_swizzled`` is False.
     """
     fmt, (*batch, rows, columns) = find_blocks(name), shape
     scales = encoded.scales.to(torch.uint8)
-    if not side:
-        codes = encoded.codes.reshape(*batch, rows, columns * fmt.bits // 8)
-        scales = scales.view(*batch, rows, columns // fmt.block)
-    else:
+    if side:
         grid = (*batch, rows // side, columns // side)
-        scales = scales.view(grid)
-        if along:
-            codes = encoded.codes.reshape(*grid, side, side * fmt.bits // 8).transpose(-3, -2)
-            codes = codes.reshape(*batch, rows, columns * fmt.bits // 8)
-        else:
-            elements = block_codec.unpacked(encoded.codes, fmt.bits).view(*grid, side, side)
-            elements = elements.movedim((-3, -1, -4, -2), (-4, -3, -2, -1))
-            codes = block_codec.packed(elements.reshape(-1, rows), fmt.bits).view(*batch, columns, -1)
-            scales = scales.mT
-        scales = scales.repeat_interleave(side, -2)
-    return codes, swizzled(scales) if is_swizzled else scales
+        codes = encoded.codes.reshape(*grid, side, side * fmt.bits // 8).transpose(-3, -2)
+        scales = scales.view(grid).repeat_interleave(side, -2)
+    else:
+        codes, scales = encoded.codes, scales.view(*batch, rows, columns // fmt.block)
+    return codes.reshape(*batch, rows, columns * fmt.bits // 8), swizzled(scales) if is_swizzled else scales

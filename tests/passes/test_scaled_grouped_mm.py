@@ -197,7 +197,7 @@ def encoded(name, x):
     fmt = find_blocks(name)
     whole = block_codec.tensor_scale(x, fmt) if fmt.tensor_scale else None
     made = block_codec.encode(x, fmt, whole)
-    codes, scales = laid_out(made, name, x.shape, 0, True, is_swizzled=x.ndim == 3)
+    codes, scales = laid_out(made, name, x.shape, is_swizzled=x.ndim == 3)
     return codes, scales, whole, block_codec.decode(made, fmt, x.numel(), whole).view(x.shape)
 
 

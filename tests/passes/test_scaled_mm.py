@@ -124,7 +124,7 @@ def arguments(name, rows=96, summed=128, columns=48):
         x = torch.randn(outer, summed)
         whole = block_codec.tensor_scale(x, fmt) if fmt.tensor_scale else None
         encoded = block_codec.encode(x, fmt, whole)
-        codes, scales = laid_out(encoded, name, (outer, summed), 0, True)
+        codes, scales = laid_out(encoded, name, (outer, summed))
         made.append((codes, scales, whole, block_codec.decode(encoded, fmt, x.numel(), whole).view(x.shape)))
     (a, scale_a, whole_a, read_a), (b, scale_b, whole_b, read_b) = made
     given = scaled_mm.Arguments.of(scaling_of(fmt), (a, b), (scale_a, scale_b), (whole_a, whole_b))
@@ -189,7 +189,7 @@ def test_codes_and_scales_are_torchaos(name):
         whole = block_codec.tensor_scale(x, fmt)
         scale, codes = nv.nvfp4_quantize(x, per_tensor_scale=whole[0])
     to_blocked = pytest.importorskip("torchao.prototype.mx_formats.utils").to_blocked
-    own, swizzles = laid_out(block_codec.encode(x, fmt, whole), name, (64, 128), 0, True)
+    own, swizzles = laid_out(block_codec.encode(x, fmt, whole), name, (64, 128))
     assert torch.equal(own, codes.view(torch.uint8).view(own.shape))
     assert torch.equal(swizzles, to_blocked(scale.view(torch.uint8).view(64, -1)))
 
