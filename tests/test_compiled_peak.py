@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from processors import AT_HAND
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -140,7 +141,7 @@ def test_what_libraries_take_for_themselves_is_known(call: Any, threads: int, re
     operator, args = call
     most, results = allocated(lambda: operator(*args))
     beside = workspace(operator._schema.name, [x for x in args if isinstance(x, Tensor)], threads)
-    own = beside if torch.ops.mkldnn._is_mkldnn_bf16_supported() or args[0].dtype != torch.bfloat16 else most - results
+    own = beside if torch.bfloat16 in AT_HAND.gemms or args[0].dtype != torch.bfloat16 else most - results
     assert 0.75 * (results + own) <= most <= 1.01 * (results + own)
     if operator in ops.ATTENTION | ops.ATTENTION_BACKWARD:
         assert most == results + own

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from backend_helpers import eager_backend
 from models import Apply
+from processors import AT_HAND
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
@@ -363,11 +364,13 @@ def test_a_plan_without_a_bound_is_predicted(model: nn.Module, shape: tuple[int,
     assert plan.planned == pytest.approx(plan.compiled, rel=0.02)
 
 
+@pytest.mark.cpu_dependent  # oneDNN's workspace is that of the processor which runs it
 @pytest.mark.inductor
 def test_the_allocator_sees_no_more_than_the_budget() -> None:
     torch.manual_seed(0)
     model, tokens = CharTransformer(vocab=32, context=256, layers=2, heads=2, width=64), torch.randint(0, 32, (8, 256))
-    backend = fxprec.Backend(fxprec.Config(recipe="fp8", peak_budget="50%"))
+    budget = "50%" if torch.bfloat16 in AT_HAND.gemms else "75%"  # GEMMs that are widened take workspace
+    backend = fxprec.Backend(fxprec.Config(recipe="fp8", peak_budget=budget))
     compiled = torch.compile(model, backend=backend)
     reference = gradients(model, model, tokens)
     assert cosine(gradients(model, compiled, tokens), reference) > 0.9995

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backend_helpers import eager_backend
+from processors import AT_HAND
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
@@ -132,11 +133,13 @@ def test_graphs_share_one_budget_from_the_second_step_on(breaks: tuple[int, ...]
     assert backend.plans == plans, "the third step has nothing new"
 
 
+@pytest.mark.cpu_dependent  # oneDNN's workspace is that of the processor which runs it
 @pytest.mark.inductor
 @pytest.mark.parametrize("breaks", [(2,), (2, 4)], ids=["one break", "two"])
 def test_the_allocator_sees_no_more_than_the_budget_in_all_graphs_together(breaks: tuple[int, ...]) -> None:
     model = blocks(*breaks)
-    backend = fxprec.Backend(fxprec.Config(recipe="fp8", peak_budget="45%"))
+    budget = "45%" if torch.bfloat16 in AT_HAND.gemms else "55%"  # GEMMs that are widened take workspace
+    backend = fxprec.Backend(fxprec.Config(recipe="fp8", peak_budget=budget))
     run = torch.compile(model, backend=backend)
     with loops_left_out():
         gradients(model, run)
@@ -145,8 +148,8 @@ def test_the_allocator_sees_no_more_than_the_budget_in_all_graphs_together(break
         model.zero_grad(set_to_none=True)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
             run(X).backward()
-    (budget,) = {plan.peak_bytes.budget for plan in backend.plans if plan.peak_bytes}
-    assert 0.75 * budget < peak_bytes(profiled) <= budget
+    (most,) = {plan.peak_bytes.budget for plan in backend.plans if plan.peak_bytes}
+    assert 0.75 * most < peak_bytes(profiled) <= most
 
 
 def test_a_budget_that_each_graph_keeps_and_all_do_not_is_out_of_reach() -> None:
