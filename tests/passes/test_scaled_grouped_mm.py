@@ -4,15 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from coded_products import lower_as_on_sm_100, operands, recorded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import fxprec
-from fxprec import compat
 from fxprec.compat import FakeTensorMode, copied, scaled_mm
-from fxprec.driver import half_compilation, interpreter
-from fxprec.driver.record import Recorder
 from fxprec.errors import FallbackError
 from fxprec.ir.grouped import GroupedMm, PaddedEnds
 from fxprec.ir.symbolic import Dequantize, is_in_blocks
@@ -101,23 +99,6 @@ class Batched(nn.Module):
 def inputs():
     torch.manual_seed(1)
     return torch.randn(256, 128), ENDS
-
-
-def recorded(recipe, model, *args):
-    """Return the halves of a training step, casts symbolic, with the arguments of the step."""
-    torch.compiler.reset()
-    recorder = Recorder()
-    call = torch.compile(
-        model, backend=fxprec.Backend(fxprec.Config(recipe=recipe, lowering="eager"), recorder=recorder)
-    )
-    call(*args).float().square().mean().backward()
-    return recorder.graphs["graph 0"]
-
-
-def operands(**options):
-    return fxprec.Recipe(
-        name="mine", hi="bf16", lo_forward="bf16", lo_backward="bf16", operands=fxprec.Operands(**options)
-    )
 
 
 RECIPES = {
@@ -276,13 +257,6 @@ def test_what_stays_decoded_is_named_with_its_reason(model, recipe, why):
     assert not ScaledGroupedMm.nodes(gm.graph)
 
 
-@pytest.fixture
-def like_sm_100(monkeypatch):
-    """Lower as on sm_100, and run what Inductor would compile op by op: it takes minutes to make C++ of a GPU's code."""
-    monkeypatch.setattr(half_compilation, "multiplies_blocks", lambda device: True)
-    monkeypatch.setattr(compat, "compile_fx_inner", lambda gm, examples, **options: interpreter.interpreted(gm))
-
-
 def trained(model, **options):
     torch.compiler.reset()
     call = torch.compile(model, backend=(backend := fxprec.Backend(fxprec.Config(**options))))
@@ -292,7 +266,8 @@ def trained(model, **options):
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_a_step_multiplies_codes(monkeypatch, like_sm_100, recipe):
+def test_a_step_multiplies_codes(monkeypatch, recipe):
+    lower_as_on_sm_100(monkeypatch)
     seen = []
     interpreted = computed.interpreted_groups
     monkeypatch.setattr(computed, "interpreted_groups", lambda given: seen.append(given.recipe) or interpreted(given))
@@ -306,7 +281,8 @@ def test_a_step_multiplies_codes(monkeypatch, like_sm_100, recipe):
         assert float((a - b).norm() / b.norm()) < (0.02 if recipe == "mxfp8" else 0.6)  # nvfp4 rounds at random
 
 
-def test_a_float32_product_stays_decoded_and_is_an_error_under_strict(like_sm_100, monkeypatch):
+def test_a_float32_product_stays_decoded_and_is_an_error_under_strict(monkeypatch):
+    lower_as_on_sm_100(monkeypatch)
     recipe = replace(operands(forward="mxfp8"), hi="fp32")
     with pytest.raises(FallbackError, match=r"grouped products of codes are bfloat16, and this one is torch\.float32"):
         trained(Experts(), recipe=recipe, strict=True)

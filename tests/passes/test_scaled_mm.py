@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from coded_products import lower_as_on_sm_100, operands, recorded
 from torch import nn
 
 import fxprec
 from fxprec import compat
 from fxprec.compat import FakeTensorMode, copied, scaled_mm
-from fxprec.driver import half_compilation, interpreter
-from fxprec.driver.record import Recorder
 from fxprec.errors import FallbackError, FxprecWarning
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.kernels.scaled_mm import ScaledMm, scaling_of
@@ -44,22 +43,6 @@ def test_the_layout_is_torchaos(shape):
 def layers() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 64, bias=False), nn.Tanh(), nn.Linear(64, 32))
-
-
-def recorded(recipe, model=None, x=None, **options):
-    """Return the halves of a training step, casts symbolic, with the arguments of the step."""
-    torch.compiler.reset()
-    recorder = Recorder()
-    config = fxprec.Config(recipe=recipe, lowering="eager", **options)
-    call = torch.compile(model or layers(), backend=fxprec.Backend(config, recorder=recorder))
-    call(torch.randn(96, 128) if x is None else x).square().mean().backward()
-    return recorder.graphs["graph 0"]
-
-
-def operands(**options):
-    return fxprec.Recipe(
-        name="mine", hi="bf16", lo_forward="bf16", lo_backward="bf16", operands=fxprec.Operands(**options)
-    )
 
 
 RECIPES = {
@@ -97,7 +80,7 @@ def in_float64(gm):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_products_of_codes_have_the_bits_of_decoded_ones(recipe):
     count = 0
-    for half in recorded(RECIPES[recipe], x=torch.randn(TOKENS.get(recipe, 32), 128)).values():
+    for half in recorded(RECIPES[recipe], layers(), torch.randn(TOKENS.get(recipe, 32), 128)).values():
         gm = copied(half.gm)
         assert multiply_blocks(gm.graph) == ()
         gm.graph.lint()
@@ -218,15 +201,9 @@ def trained(model, x, **options):
     return loss.detach(), [p.grad for p in model.parameters()], backend
 
 
-@pytest.fixture
-def like_sm_100(monkeypatch):
-    """Lower as on sm_100, and run what Inductor would compile op by op: it takes minutes to make C++ of a GPU's code."""
-    monkeypatch.setattr(half_compilation, "multiplies_blocks", lambda device: True)
-    monkeypatch.setattr(compat, "compile_fx_inner", lambda gm, examples, **options: interpreter.interpreted(gm))
-
-
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_a_step_multiplies_codes(monkeypatch, like_sm_100, recipe):
+def test_a_step_multiplies_codes(monkeypatch, recipe):
+    lower_as_on_sm_100(monkeypatch)
     x, seen = torch.randn(32, 128), []
     interpreted = computed.interpreted
     monkeypatch.setattr(computed, "interpreted", lambda *args: seen.append(args[0].recipe) or interpreted(*args))
@@ -240,7 +217,8 @@ def test_a_step_multiplies_codes(monkeypatch, like_sm_100, recipe):
         assert float((a - b).norm() / b.norm()) < (0.02 if recipe == "mxfp8" else 0.6)  # nvfp4 rounds at random
 
 
-def test_a_product_that_stays_decoded_is_a_warning_and_an_error_under_strict(like_sm_100):
+def test_a_product_that_stays_decoded_is_a_warning_and_an_error_under_strict(monkeypatch):
+    lower_as_on_sm_100(monkeypatch)
     model, x = nn.Sequential(nn.Tanh(), nn.Linear(128, 40)), torch.randn(96, 128)
     with pytest.warns(FxprecWarning, match=r"addmm \(1\): its operands in blocks are decoded .* 40 columns do not fit"):
         trained(model, x, recipe=RECIPES["forward alone"])
