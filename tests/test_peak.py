@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.memory.measure import peak_bytes
 from fxprec.config.processor import Processor
+from fxprec.kernels.wide_gemms import NAMESPACE
 from fxprec.passes.analysis.replay.workspace import workspace
 
 ROWS, WIDTH, HIDDEN, BLOCKS = 2048, 64, 256, 3
@@ -28,6 +29,7 @@ class Network(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.cpu_dependent  # oneDNN's workspace is that of the processor which runs it
 @pytest.mark.inductor
 def test_two_of_the_three_wide_tensors_of_a_recomputed_block_live_at_once() -> None:
     """`up`, `gelu` and a gradient are as wide: `gelu` has been read when the gradient of it is computed."""
@@ -50,8 +52,7 @@ def test_two_of_the_three_wide_tensors_of_a_recomputed_block_live_at_once() -> N
 
 
 def _workspace() -> int:
-    """Return the bytes of oneDNN beside a weight's gradient in bf16, at which the step of a CPU that has it peaks."""
-    if torch.bfloat16 not in Processor.here().gemms:
-        return 0
+    """Return the bytes that the product of a weight's gradient takes beside its result, at which a step peaks."""
     gradient, gelu = (torch.empty(ROWS, size, dtype=torch.bfloat16) for size in (WIDTH, HIDDEN))
-    return workspace("aten::mm", [gradient.T, gelu], torch.get_num_threads())
+    namespace = "aten" if torch.bfloat16 in Processor.here().gemms else NAMESPACE
+    return workspace(f"{namespace}::mm", [gradient.T, gelu], torch.get_num_threads())

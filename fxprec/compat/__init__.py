@@ -105,6 +105,7 @@ from fxprec.compat.partition import min_cut as min_cut
 from fxprec.compat.partition import without_effect as without_effect
 from fxprec.compat.patches import optional as optional
 from fxprec.compat.processor import cpu_vectors as cpu_vectors
+from fxprec.compat.processor import emulates_bf16 as emulates_bf16
 from fxprec.compat.processor import has_cpu_gemm as has_cpu_gemm
 from fxprec.compat.profiles import allocated_peak as allocated_peak
 from fxprec.compat.profiles import peak_bytes as peak_bytes

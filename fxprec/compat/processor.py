@@ -16,14 +16,22 @@ def has_cpu_gemm(dtype: torch.dtype) -> bool:
     `ONEDNN_MAX_CPU_ISA` can hide them. Without such instructions torch converts element by element, which takes 15
     times as long as float32.
     """
-    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
-    asked = getattr(torch.ops.mkldnn, name, None)  # missing in builds without oneDNN
-    return asked is not None and bool(asked()) and not (dtype is torch.bfloat16 and _emulates_bf16())
+    return _is_taken(dtype) and not (dtype is torch.bfloat16 and emulates_bf16())
 
 
-def _emulates_bf16() -> bool:
-    """Return whether oneDNN multiplies bf16 by AVX-512 instructions for float32, in 3.5 times float32's time."""
+def emulates_bf16() -> bool:
+    """Return whether oneDNN multiplies bf16 by AVX-512 instructions for float32, in 3.5 times float32's time.
+
+    A product then takes a float32 copy of its result as workspace.
+    """
     has_avx512, has_bf16 = (
         getattr(torch.cpu, name, lambda: True) for name in ("_is_avx512_supported", "_is_avx512_bf16_supported")
     )
-    return bool(has_avx512()) and not has_bf16()
+    return _is_taken(torch.bfloat16) and bool(has_avx512()) and not has_bf16()
+
+
+def _is_taken(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN takes GEMMs of a 16-bit dtype."""
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
+    asked = getattr(torch.ops.mkldnn, name, None)  # missing in builds without oneDNN
+    return asked is not None and bool(asked())

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
+from fxprec import compat
 from fxprec.errors import ConfigError
 from fxprec.runtime.optim.options import Own, name_of, own_defaults
 from fxprec.runtime.optim.orthogonal import QUINTIC, AdjustRate, orthogonalised, rate_of_shape
@@ -184,8 +185,12 @@ class Muon(Stepper, torch.optim.Muon):
                 )
 
     def workspace_of(self, param: Tensor) -> int:
-        """Return the bytes of bfloat16 matrices: two of the parameter's shape and one of its shorter side squared."""
-        return 2 * (2 * param.numel() + min(param.shape) ** 2)
+        """Return the bytes of bfloat16 matrices: two of the parameter's shape and one of its shorter side squared.
+
+        A CPU that emulates bfloat16 also takes a float32 matrix of the parameter's shape for a product.
+        """
+        emulated = 4 * param.numel() if param.device.type == "cpu" and compat.emulates_bf16() else 0
+        return 2 * (2 * param.numel() + min(param.shape) ** 2) + emulated
 
     def _run(
         self, rule: Rule, group: Mapping[str, Any], rows: list[list[Tensor]], numbers: Numbers, counts: list[Tensor]
