@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxprec.compat.scaled_mm import Arguments
+from fxprec.compat.scaled_mm import Arguments, Scaling
 from fxprec.kernels.scaled_mm import ScaledGroupedMm, ScaledMm, SwizzledGroups, scaling_of
 from fxprec.numerics.blocks import E2M1, find_blocks
 from fxprec.numerics.reference import reference_decode
@@ -30,9 +30,7 @@ def scaled_mm(
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the product (M, N) of codes ``a`` (M, bytes) and ``b`` (N, bytes), with ``bias`` added."""
-    scaling = scaling_of(find_blocks(format))
-    assert scaling is not None, f"{format} is not multiplied in blocks"
-    arguments = Arguments.of(scaling, (a, b), (scale_a, scale_b), (whole_a, whole_b))
+    arguments = Arguments.of(_scaling(format), (a, b), (scale_a, scale_b), (whole_a, whole_b))
     return arguments.multiply(bias, dtype) if a.is_cuda else interpreted(arguments, bias, dtype)
 
 
@@ -47,13 +45,17 @@ def scaled_grouped_mm(
     format: str,
 ) -> Tensor:
     """Return the product of each group's codes: (T, N) of ``b`` (G, N, bytes), (G, M, N) of ``b`` (N, bytes)."""
-    scaling = scaling_of(find_blocks(format))
-    assert scaling is not None, f"{format} is not multiplied in blocks"
-    arguments = Arguments.of(scaling, (a, b), (scale_a, scale_b), (whole_a, whole_b), offs)
+    arguments = Arguments.of(_scaling(format), (a, b), (scale_a, scale_b), (whole_a, whole_b), offs)
     if not a.is_cuda:
         return interpreted_groups(arguments)
     out = arguments.multiply(None, torch.bfloat16)
     return out if out.ndim == 3 else zeroed_beyond(out, offs, 0)
+
+
+def _scaling(format: str) -> Scaling:
+    found = scaling_of(find_blocks(format))
+    assert found is not None, f"{format} is not multiplied in blocks"
+    return found
 
 
 def swizzled_groups(scales: Tensor, offs: Tensor, block: int) -> Tensor:
