@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from fxprec.config.ways import BLOCK_WAYS
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis.replay.other_sizes import other_sizes
 from fxprec.passes.base import GivenPeak, Pass, Work
@@ -25,12 +24,13 @@ from fxprec.passes.compute_high import UNREAD
 from fxprec.passes.crossings.choice import Chooser
 from fxprec.passes.crossings.given_plan import as_given
 from fxprec.passes.crossings.moments import Fit
-from fxprec.passes.crossings.needs import Needs, find_formats, needs_of
+from fxprec.passes.crossings.needs import Needs, needs_of
 from fxprec.passes.crossings.peak_budget import within_budget
 from fxprec.passes.crossings.progress import Progress
 from fxprec.passes.crossings.rewrite import Rewrite
 from fxprec.passes.crossings.saved_share import is_above, within_share
 from fxprec.passes.crossings.without_budget import without_budget
+from fxprec.passes.forms import FORMS
 from fxprec.passes.forms.blocks import Blocks
 from fxprec.passes.forms.low import Low
 from fxprec.passes.forms.own import Own
@@ -81,15 +81,15 @@ def _record_blocks(work: Work, needs: Needs, fit: Fit) -> None:
     """Write into the sites which values are stored in blocks, or why they are not."""
     sites = work.book.sites
     for node, row in needs.rows.items():
-        form, why = fit.replay.kept.get(node), needs.refused.get(node, "")
+        form, why = fit.replay.kept.get(node), needs.why_refused(node)
         if isinstance(form, Blocks):
             sites[row] = replace(sites[row], saved_as=form.format.name)
         elif why and not sites[row].why:
             sites[row] = replace(sites[row], why=why)
-    _notice_wanted_blocks(work, {row: needs.refused.get(node, "") for node, row in needs.rows.items()})
+    _notice_wanted_blocks(work, {row: needs.refused.get(node, {}) for node, row in needs.rows.items()})
 
 
-def _notice_wanted_blocks(work: Work, refused: Mapping[int, str]) -> None:
+def _notice_wanted_blocks(work: Work, refused: Mapping[int, Mapping[str, str]]) -> None:
     """Add a notice for each tensor that only the given plan stores in blocks; ``refused`` has reasons, by site."""
     if work.given is None:
         return
@@ -97,7 +97,7 @@ def _notice_wanted_blocks(work: Work, refused: Mapping[int, str]) -> None:
         name = work.given.sites[site.id].saved_as
         if not name or site.saved_as:
             continue
-        why = refused.get(site.id, "").removeprefix(f"{name} cannot hold it: ")
+        why = refused.get(site.id, {}).get(name)
         if not why:
             why = "no 8-bit copy of it is saved for backward alone" + (f", since {site.why}" if site.why else "")
         detail = f"sites[{site.id}].saved_as of the given plan is {name!r}, and it stays in {site.format}: {why}"
@@ -179,14 +179,16 @@ def _remark_shared(work: Work) -> None:
 
 
 def _notice_unused(work: Work, needs: Needs) -> None:
-    """Add a notice for each block format of ``ways`` that no value may be kept in."""
-    borne = {form.format for forms in needs.forms.values() for form in forms if isinstance(form, Blocks)}
-    for fmt in find_formats(work) if work.given is None and set(work.settings.ways) & set(BLOCK_WAYS) else ():
-        if fmt not in borne:
-            why = next(iter(filter(None, needs.refused.values())), "backward reads no 8-bit copy")
-            work.notices.append(
-                Notice(f"ways {fmt.name!r}", f"no value of this graph can be kept in it; for the first value, {why}")
-            )
+    """Add a notice for each name of ``ways`` that asks for a form which no value may have."""
+    if work.given is not None:
+        return
+    offered = {form.way for forms in needs.forms.values() for form in forms}
+    for kind in FORMS:
+        for way in kind.ways:
+            if way in work.settings.ways and way not in offered:
+                why = next((reasons[way] for reasons in needs.refused.values() if way in reasons), "")
+                first = f"for the first value, {why}" if why else kind.missing
+                work.notices.append(Notice(f"ways {way!r}", f"no value of this graph can be kept so: {first}"))
 
 
 def _remark(needs: Needs, fit: Fit) -> str:

@@ -60,9 +60,19 @@ def contracts() -> frozenset[str]:
     return frozenset(found.name for found in public() if found.owner is not None and ast.get_docstring(found.node))
 
 
+def bases(owner: ast.ClassDef | None) -> list[str]:
+    named = [b.value if isinstance(b, ast.Subscript) else b for b in (owner.bases if owner else [])]
+    return [b.attr if isinstance(b, ast.Attribute) else getattr(b, "id", "") for b in named]
+
+
+@cache
+def bases_by_class() -> dict[str, list[str]]:
+    return {found.owner.name: bases(found.owner) for found in public() if found.owner is not None}
+
+
 def inherits_docstring(found: Public) -> bool:
-    bases = [b.value if isinstance(b, ast.Subscript) else b for b in (found.owner.bases if found.owner else [])]
-    names = [b.attr if isinstance(b, ast.Attribute) else getattr(b, "id", "") for b in bases]
+    direct = bases(found.owner)
+    names = [*direct, *(name for base in direct for name in bases_by_class().get(base, []))]
     return any(f"{name}.{found.node.name}" in contracts() for name in names)
 
 

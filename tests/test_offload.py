@@ -19,7 +19,7 @@ from torch.fx import Graph
 import fxprec
 import fxprec.driver.graph
 import fxprec.driver.joint_compilation
-from fxprec import Plan, cli
+from fxprec import FxprecWarning, Plan, cli
 from fxprec.kernels.host import WaitOffload
 from fxprec.passes import choose_crossings
 from fxprec.passes.analysis.joint import results_of
@@ -152,6 +152,21 @@ def test_what_waits_in_host_memory_is_there_for_a_second_backward() -> None:
         loss.backward()
     assert moved(backend.plans[0])
     assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), once, strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("way", "why"),
+    [
+        ("offload", "outputs, values of dynamic size and values with gaps in memory stay on the device"),
+        ("int4", "for the first value, its shape .* is dynamic, and blocks are counted when the graph is compiled"),
+    ],
+)
+def test_a_way_that_no_value_can_have_is_a_warning(way: str, why: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget="100%", ways=("narrow", way))
+    with pytest.warns(FxprecWarning, match=f"ways '{way}': no value of this graph can be kept so: {why}"):
+        torch.compile(model, backend=backend, dynamic=True)(torch.randn(64, 32)).square().mean().backward()
 
 
 def replayed(**options: Any) -> Replay:

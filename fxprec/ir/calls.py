@@ -81,6 +81,8 @@ class Call:
     returns the result of a call whose tensors are fake; `implement` registers the implementation.
     """
 
+    reads_copy: ClassVar[bool] = False
+    """Whether the operator reads back what another stored: backward then saves its operand, not its result."""
     op: ClassVar[str]
     target: ClassVar[torch._ops.OpOverload]
     kinds: ClassVar[dict[str, str]]  # the schema's type of each argument, in order
@@ -199,6 +201,12 @@ class Call:
         _check(cls, function)
         for key in keys or ("CompositeExplicitAutograd",):
             torch.library.impl(f"fxprec::{cls.op}", key, function)
+
+
+def reads_copy(node: Node) -> bool:
+    """Return whether a node reads back what one of fxprec's operators stored."""
+    call = _DECLARED.get(node.target)
+    return call is not None and call.reads_copy
 
 
 def call_of(node: Node) -> Call:

@@ -102,6 +102,8 @@ class Dequantize(Call, op="dequantize", fake=_decoded):
     For a block format, decode the first ``elements``, as (elements,).
     """
 
+    reads_copy = True
+
     q: Node
     table: Node
     row: int
@@ -213,6 +215,8 @@ class PackBits(Call, op="pack_bits", fake=lambda call: call.x.new_empty(packed_s
 
 class UnpackBits(Call, op="unpack_bits", fake=lambda call: call.q.new_empty(call.shape, dtype=torch.bool)):
     """Return the booleans of ``shape`` that `PackBits` packed."""
+
+    reads_copy = True
 
     q: Node
     shape: Sizes

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, TRANSPOSED, UNPACK_BITS
+from fxprec.ir.calls import reads_copy
+from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, TRANSPOSED
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import JointGraph, is_backward, value
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.replay.kernels import Kind, kind_of
 
 _COPIES = frozenset({QUANTIZE, DEQUANTIZE, TRANSPOSED, CONVERT})
-_DECODES = frozenset({DEQUANTIZE, UNPACK_BITS})
 
 
 def saved_values(joint: JointGraph) -> list[Node]:
@@ -43,7 +43,7 @@ def _backwards_own(joint: JointGraph) -> set[Node]:
         if node.op != "call_function" or (node in needed and not is_backward(node)):
             continue
         reads_own = any(n in own or joint.is_tangent(n) for n in node.all_input_nodes)
-        if is_backward(node) or reads_own or node.target in _DECODES:
+        if is_backward(node) or reads_own or reads_copy(node):
             own.add(node)
     return own
 
@@ -92,4 +92,4 @@ def _is_decoded(node: Node) -> bool:
     """Return whether a node is decoded from a copy, seen through views and conversions."""
     while kind_of(node) is Kind.VIEW or node.target is CONVERT:
         node = node.all_input_nodes[0]
-    return node.target in _DECODES
+    return reads_copy(node)

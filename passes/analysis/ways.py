@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch.fx import Node
@@ -19,6 +20,7 @@ from fxprec.passes.analysis.saved_bytes import stored_bytes
 from fxprec.plan.rows import Site
 
 if TYPE_CHECKING:
+    from fxprec.passes.forms.candidate import Candidate
     from fxprec.passes.forms.stage import Stage
 
 
@@ -63,17 +65,32 @@ class Form(ABC):
     """The format of the copy, or the row's format if the copy has none; None: the value itself is kept."""
     kernel: ClassVar[Kind] = Kind.FUSED
     """The kind of kernel that stores the copy: a loop that fuses with others, or a kernel of its own."""
+    ways: ClassVar[tuple[str, ...]] = ()
+    """The names in `Config.ways` that ask for forms of this class; a notice says which of them no value can have."""
+    missing: ClassVar[str]
+    """Why no value can have a form of ``ways``, where no value has a reason of its own."""
     is_on_host: ClassVar[bool] = False
     """Whether the tensor waits in host memory."""
     replaces_value: ClassVar[bool] = False
-    """Whether forward reads the copy, too, so that the value itself does not stay in memory until its last reader."""
+    """Whether forward reads the copy, too, so that the value itself does not stay in memory until its last reader.
+    A value to which such a form offers itself has no other."""
     is_random: ClassVar[bool] = False
     """Whether the copy is rounded at random, with the step's seed."""
+
+    @classmethod
+    @abstractmethod
+    def offers(cls, value: Candidate) -> Iterator[Self]:
+        """Yield the forms of this class in which a value may be kept."""
 
     @property
     @abstractmethod
     def options(self) -> frozenset[str]:
         """Return the options of `Config.ways` that this form needs, all of them."""
+
+    @property
+    def way(self) -> str:
+        """Return which of ``ways`` asks for this form, ``""`` if none does."""
+        return ""
 
     @property
     def error(self) -> float:

@@ -15,7 +15,7 @@ from fxprec.numerics.blocks import BlockFormat
 from fxprec.numerics.eden import HEADROOM
 from fxprec.passes.analysis.joint import is_backward, shape_text, tensor_of
 from fxprec.passes.analysis.marks import mark
-from fxprec.passes.casts.blocks import draw_seed
+from fxprec.passes.casts.seed import draw_seed
 from fxprec.passes.sites import emit, emit_call
 
 aten = torch.ops.aten

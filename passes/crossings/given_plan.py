@@ -16,6 +16,7 @@ from fxprec.passes.crossings.moments import Fit
 from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.crossings.overlap import overlap
 from fxprec.passes.forms.blocks import Blocks
+from fxprec.passes.forms.host import OnHost
 from fxprec.plan.rows import PeakBytes, Site
 
 
@@ -60,10 +61,10 @@ def _form_of(needs: Needs, node: Node, site: Site) -> Form:
         and not is_promoted
         and not any(isinstance(form, Blocks) for form in found)
     ):
-        why = needs.refused.get(node) or (f"{site.saved_as} cannot hold it: backward also reads the value itself")
+        why = needs.refused.get(node, {}).get(site.saved_as, "backward also reads the value itself")
         raise PlanError(
-            f"sites[{site.id}].saved_as ({site.tensor}) of the given plan is {site.saved_as!r}: {why}; take saved_as "
-            "out, or plan again"
+            f"sites[{site.id}].saved_as ({site.tensor}) of the given plan is {site.saved_as!r}: {site.saved_as} cannot "
+            f"hold it: {why}; take saved_as out, or plan again"
         )
     if not found:
         raise PlanError(
@@ -77,15 +78,12 @@ def _moved(forms: Iterable[Form], entry: str) -> Form:
     """Return the form in host memory. Raises `PlanError` if the value cannot wait there."""
     found = [form for form in forms if form.is_on_host]
     if not found:
-        raise PlanError(_cannot_move(entry, _STAYS))
+        raise PlanError(_cannot_move(entry, OnHost.missing))
     return found[-1]
 
 
 def _cannot_move(entry: str, why: str) -> str:
     return f"{entry} of the given plan is 'offload', and {why}; give it the way 'keep', or plan again"
-
-
-_STAYS = "outputs, values of dynamic size and values with gaps in memory stay on the device"
 
 
 def _refuse_sources(needs: Needs, repeated: Node, kept: Mapping[Node, Form]) -> None:

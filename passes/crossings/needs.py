@@ -5,27 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-import torch
 from torch.fx import Node
 
-from fxprec.config.ways import BLOCK_WAYS
-from fxprec.numerics.blocks import BlockFormat, find_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
-from fxprec.passes.analysis.block_copies import Refusals, wanted_block_formats
+from fxprec.passes.analysis.block_copies import Refusals
 from fxprec.passes.analysis.joint import tensor_of, value
 from fxprec.passes.analysis.replay.casts import CastKernels
-from fxprec.passes.analysis.replay.kernels import Kind, can_repeat, draws, kind_of
+from fxprec.passes.analysis.replay.kernels import Kind, can_repeat, kind_of
 from fxprec.passes.analysis.replay.step import Step
 from fxprec.passes.analysis.saved_bytes import bytes_per_element
 from fxprec.passes.analysis.saved_values import is_repeated
-from fxprec.passes.analysis.ways import Form
+from fxprec.passes.analysis.ways import Demand, Form
 from fxprec.passes.base import Work
 from fxprec.passes.crossings.roundoff import amplification, may_cancel
-from fxprec.passes.forms.bits import Bits
-from fxprec.passes.forms.blocks import Blocks
-from fxprec.passes.forms.host import OnHost
-from fxprec.passes.forms.low import Low
+from fxprec.passes.forms import FORMS
+from fxprec.passes.forms.candidate import Candidate
 from fxprec.passes.forms.own import Own
 
 
@@ -47,14 +42,18 @@ class Needs:
     """Comparisons with a number that backward may repeat on a kept copy of the value."""
     read_as_it_is: set[Node] = field(default_factory=set)
     """Values of which backward reads the value itself, not a copy."""
-    refused: dict[Node, str] = field(default_factory=dict)
-    """Why a value may be kept in none of the allowed block formats."""
+    refused: dict[Node, dict[str, str]] = field(default_factory=dict)
+    """Why a value may be kept in none of the forms that were asked for, by their names."""
     rows: dict[Node, int] = field(default_factory=dict)
     """The site of each value that has one."""
     peaks: dict[frozenset[tuple[Node, Form]], int] = field(default_factory=dict)
     """The peak of each choice that was replayed, by what it keeps: several searches come to the same choices."""
     amplified: dict[Node, float] = field(default_factory=dict)
     """By how much a recomputation of a value from 8-bit copies enlarges their rounding errors."""
+
+    def why_refused(self, node: Node) -> str:
+        """Return why a value may be kept in none of the forms that were asked for, or ``""``."""
+        return next((f"{name} cannot hold it: {why}" for name, why in self.refused.get(node, {}).items()), "")
 
     def amplification(self, node: Node) -> float:
         """Return by how much a recomputation of a value from 8-bit copies enlarges their rounding errors."""
@@ -71,7 +70,7 @@ class Needs:
         return node in self.comparisons or can_repeat(node)
 
     def _may_be_low(self, node: Node) -> bool:
-        return any(isinstance(form, Low) for form in self.forms.get(node, ()))
+        return any(form.error and Demand.RECOMPUTE_LOW in form.serves for form in self.forms.get(node, ()))
 
 
 @dataclass
@@ -167,55 +166,34 @@ def _comes_from_copies(needs: Needs, node: Node) -> bool:
 
 def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
     """List the forms of each value, those first that serve the most recomputations."""
-    blocks = _in_blocks(needs, copies, work)
-    movable = _movable(needs, copies) if work.fits_peak else set[Node]()
-    if not work.fits_peak:  # the recipe's or plan's block format is used whatever it costs
-        needs.forced.update({node: form for node, forms in blocks.items() for form in forms})
+    refusals = Refusals(work)
     for node, own in copies.own.items():
-        is_free = node not in needs.step.returned and node not in needs.forced
-        if is_free and Bits.can_hold(tensor_of(node), is_drawn=any(map(draws, node.all_input_nodes))):
-            needs.forms[node] = (Bits(),)
-            continue
-        plain = [Own(own), *([Low(copies.low[node])] if node in copies.low else ())]
-        moved = map(OnHost, plain) if node in movable else ()
-        needs.forms[node] = (*plain, *moved, *blocks.get(node, ()))
+        row = needs.rows.get(node)
+        value = Candidate(
+            node=node,
+            step=needs.step,
+            work=work,
+            refusals=refusals,
+            own=own,
+            low=copies.low.get(node),
+            site=None if row is None else work.book.sites[row],
+            is_read_as_it_is=node in needs.read_as_it_is,
+            forced=needs.forced.get(node),
+        )
+        needs.forms[node] = _forms_of(value)
+        if value.forced is not None:
+            needs.forced[node] = value.forced
+        if value.refused:
+            needs.refused[node] = value.refused
 
 
-def find_formats(work: Work) -> list[BlockFormat]:
-    """Return the block formats that a peak budget may choose: from a given plan, from ``ways``, or from the recipe."""
-    if work.given is not None:
-        return [find_blocks(name) for name in sorted({site.saved_as for site in work.given.sites} - {""})]
-    saved, block_ways = work.settings.recipe.saved, [way for way in work.settings.ways if way in BLOCK_WAYS]
-    return [find_blocks(way) for way in block_ways] or (
-        [saved] if saved is not None and work.settings.asked.ways is None else []
-    )
-
-
-def _in_blocks(needs: Needs, copies: _Copies, work: Work) -> dict[Node, list[Blocks]]:
-    """Return the forms in blocks of each value that backward reads as a single copy."""
-    refusals, hi, found = Refusals(work), work.settings.recipe.hi, dict[Node, list[Blocks]]()
-    for node, (q, *others) in needs.step.stored.items():
-        if others or node in needs.read_as_it_is:
-            continue
-        site = work.book.sites[needs.rows[node]]
-        formats = find_formats(work) if work.fits_peak else wanted_block_formats(work, site, q)
-        reasons = {fmt: refusals.of(site, q, fmt) for fmt in formats}
-        found[node] = [Blocks(fmt, copies.low.get(node, hi)) for fmt, reason in reasons.items() if reason is None]
-        if not found[node]:
-            needs.refused[node] = next((f"{f.name} cannot hold it: {why}" for f, why in reasons.items() if why), "")
-    return found
-
-
-def _movable(needs: Needs, copies: _Copies) -> set[Node]:
-    """Return the values that may wait in host memory: static, not empty, dense, no output, with at most one copy."""
-    found = set[Node]()
-    for node in copies.own:
-        val = tensor_of(node)
-        is_fixed = all(isinstance(n, int) for n in (*val.shape, *val.stride())) and val.numel() > 0
-        is_one = len(needs.step.stored.get(node, ())) <= 1 and node not in needs.step.returned
-        if is_fixed and is_one and torch.empty_like(val).stride() == val.stride():
-            found.add(node)
-    return found
+def _forms_of(value: Candidate) -> tuple[Form, ...]:
+    found = list[Form]()
+    for kind in FORMS:
+        found += kind.offers(value)
+        if any(form.replaces_value for form in found):
+            break
+    return tuple(found)
 
 
 def _add_unread(needs: Needs, copies: _Copies, work: Work) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch.fx import Node
@@ -10,7 +12,9 @@ from torch.fx import Node
 from fxprec.ir.symbolic import PackBits, UnpackBits
 from fxprec.numerics.bits import BIT, IN_A_BYTE, Bit, folded
 from fxprec.passes.analysis.joint import is_dense, memory_order, tensor_of
+from fxprec.passes.analysis.replay.kernels import draws
 from fxprec.passes.analysis.ways import ANY, Form
+from fxprec.passes.forms.candidate import Candidate
 from fxprec.passes.forms.stage import Stage
 from fxprec.passes.sites import emit, emit_call, insertion_point_after
 from fxprec.plan.rows import Site
@@ -30,6 +34,12 @@ class Bits(Form):
     options = frozenset()
     passes = 1.0
     replaces_value = True
+
+    @classmethod
+    def offers(cls, value: Candidate) -> Iterator[Self]:
+        is_drawn = any(map(draws, value.node.all_input_nodes))
+        if not value.is_returned and value.forced is None and cls.can_hold(value.val, is_drawn=is_drawn):
+            yield cls()
 
     @staticmethod
     def can_hold(val: torch.Tensor, *, is_drawn: bool = False) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch.fx import Node
 
 from fxprec.numerics.blocks import AnyFormat
 from fxprec.passes.analysis.ways import Demand, Form
+from fxprec.passes.forms.candidate import Candidate
 from fxprec.passes.forms.low import Low
 from fxprec.passes.forms.own import Own
 from fxprec.passes.forms.stage import Stage
@@ -24,7 +27,19 @@ class OnHost(Form):
     form: Own | Low
 
     counted = "in host memory"
+    ways = ("offload",)
+    way = "offload"
+    missing = "outputs, values of dynamic size and values with gaps in memory stay on the device"
     is_on_host = True
+
+    @classmethod
+    def offers(cls, value: Candidate) -> Iterator[Self]:
+        """Yield the plain forms of a static, dense value that is not empty, no output, and has at most one copy."""
+        val = value.val
+        is_fixed = all(isinstance(n, int) for n in (*val.shape, *val.stride())) and val.numel() > 0
+        is_one = len(value.casts) <= 1 and not value.is_returned
+        if value.work.fits_peak and is_fixed and is_one and torch.empty_like(val).stride() == val.stride():
+            yield from map(cls, (*Own.offers(value), *Low.offers(value)))
 
     @property
     def serves(self) -> frozenset[Demand]:  # type: ignore[override]  # a property, since instances differ

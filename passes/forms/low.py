@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 from torch.fx import Node
 
 from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.ways import LOW, Form, rounding_error, row_of
+from fxprec.passes.forms.candidate import Candidate
 from fxprec.passes.forms.stage import Stage
 from fxprec.plan.rows import Site
 
@@ -22,6 +25,11 @@ class Low(Form):
     counted = "kept in 8 bits"
     options = frozenset({"narrow"})
 
+    @classmethod
+    def offers(cls, value: Candidate) -> Iterator[Self]:
+        if value.low is not None:
+            yield cls(value.low)
+
     @property
     def error(self) -> float:
         return rounding_error(self.format)
@@ -30,7 +38,7 @@ class Low(Form):
         stage.store_copy(value, self.format)
 
     def plan_row(self, site: Site, value: Node, stage: Stage) -> Site:
-        return row_of(site, "narrow", self.format.name, stage.needs.refused.get(value, ""))
+        return row_of(site, "narrow", self.format.name, stage.needs.why_refused(value))
 
     def matches_row(self, site: Site) -> bool:
         return site.way == "narrow" and not site.saved_as and site.promoted_at is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch.fx import Node
@@ -11,6 +13,7 @@ from fxprec.ir.symbolic import Dequantize
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis.joint import tensor_of
 from fxprec.passes.analysis.ways import ANY, Form, row_of
+from fxprec.passes.forms.candidate import Candidate
 from fxprec.passes.forms.stage import Stage
 from fxprec.plan.rows import Site
 
@@ -26,6 +29,10 @@ class Own(Form):
     serves = ANY
     counted = "kept"
     options = frozenset()
+
+    @classmethod
+    def offers(cls, value: Candidate) -> Iterator[Self]:
+        yield cls(value.own)
 
     def store(self, value: Node, stage: Stage) -> None:
         if self.format is not None:

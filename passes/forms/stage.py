@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Graph, Node
 
+from fxprec.ir.calls import Call
 from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.joint import tensor_of
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.ways import Form
 from fxprec.passes.base import Work
-from fxprec.passes.casts.blocks import draw_seed
+from fxprec.passes.casts.seed import draw_seed
 from fxprec.passes.sites import emit, insertion_point_after, set_format
 
 if TYPE_CHECKING:
     from fxprec.passes.crossings.needs import Needs
+
+
+@dataclass(frozen=True)
+class Emitter:
+    """Inserts nodes in front of ``before``, with its origin, in one half of the step."""
+
+    before: Node
+    backward: bool
+
+    def __call__(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+        val: torch.Tensor | None = None,
+    ) -> Node:
+        """Insert a node as `emit` does."""
+        graph = self.before.graph
+        with graph.inserting_before(self.before):
+            return emit(graph, target, args, self.before, kwargs=kwargs, backward=self.backward, val=val)
+
+    def call(self, call: Call) -> Node:
+        """Insert a call of one of fxprec's operators."""
+        return self(call.target, call.args)
 
 
 @dataclass

@@ -15,16 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 from fxprec import compat
 from fxprec.ir.symbolic import Quantize
-from fxprec.numerics.blocks import WHOLE_BITS
 from fxprec.passes import pipeline
 from fxprec.passes.analysis.block_copies import Refusals, wanted_block_formats
 from fxprec.passes.analysis.joint import is_backward
 from fxprec.passes.analysis.replay.kernels import can_repeat
 from fxprec.passes.base import Work
-from fxprec.passes.casts.blocks import draw_seed, store_in_blocks
 from fxprec.passes.crossings import problem, without_budget
-from fxprec.passes.crossings.needs import Needs
+from fxprec.passes.crossings.needs import Needs, needs_of
 from fxprec.passes.forms.bits import Bits
+from fxprec.passes.forms.blocks import Blocks
+from fxprec.passes.forms.stage import Stage
 from tests.golden_model import Block
 
 
@@ -130,10 +130,11 @@ class StoreInBlocks:
             (q, site, fmt) for q, site in casts if not is_backward(q) for fmt in wanted_block_formats(work, site, q)
         ]
         found = [(q, site, fmt) for q, site, fmt in wanted if refusals.of(site, q, fmt) is None]
-        drawn = [q for q, _, fmt in found if fmt.bits < WHOLE_BITS]
-        seed = draw_seed(graph, min(drawn)) if drawn else None
-        for q, site, fmt in found:
-            store_in_blocks(graph, q, fmt, seed if fmt.bits < WHOLE_BITS else None)
+        needs, low = needs_of(work), work.settings.recipe.lo_forward
+        kept = {Quantize.of(q).x: Blocks(fmt, low) for q, _, fmt in found}
+        stage = Stage(work, needs, kept)
+        for (value, form), (_, site, fmt) in zip(kept.items(), found, strict=True):
+            form.store(value, stage)
             work.book.sites[site.id] = replace(site, saved_as=fmt.name)
 
 
