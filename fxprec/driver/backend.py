@@ -16,6 +16,7 @@ from fxprec.config.checks import byte_size
 from fxprec.config.contradictions import refuse_beside_step_budget
 from fxprec.config.grad_scaling import LossScaling
 from fxprec.driver import capture, saved_state
+from fxprec.driver.compilation import compile_unplanned
 from fxprec.driver.compiled import CompileReport
 from fxprec.driver.event_log import EventLog, warn_user
 from fxprec.driver.graph import PlannedGraph
@@ -29,7 +30,6 @@ from fxprec.driver.option_checks import (
     want_whole_graphs,
 )
 from fxprec.driver.uncompiled import WATCH, Frames, Watched
-from fxprec.driver.unplanned import unplanned
 from fxprec.errors import ConfigError, FxprecError, LoweringError, NonfiniteError
 from fxprec.plan import Plan, shown
 from fxprec.plan.edits import as_edited
@@ -127,7 +127,7 @@ class Backend(Watched):
         tell_of_new_versions(self._log)
         tell_of_no_effect(self._settings, self._log, is_planned=self._is_planned, given=self._given_plan)
         if not self._is_planned or not example_inputs:
-            return unplanned(gm, example_inputs, self.config)
+            return compile_unplanned(gm, example_inputs, self.config)
         want_whole_graphs(self._settings)
         captured = capture.Captured.take(gm, example_inputs)
         refuse_capture(captured.device, "fxprec compiles a model", NO_CAPTURE)
@@ -275,12 +275,10 @@ class Backend(Watched):
     @contextmanager
     def recording(self, recorder: Recorder) -> Iterator[int]:
         """Run training graphs with the reference lowering and let ``recorder`` see the steps. Yield how many graphs."""
-        from fxprec.driver.recorded import recorded  # imported here: few runs need it
-
         graphs = [graph for graph in self._model.live if graph.is_training and graph.controller is not None]
         with ExitStack() as stack:
             for graph in graphs:
-                stack.enter_context(recorded(graph, recorder))
+                stack.enter_context(graph.recorded(recorder))
             yield len(graphs)
 
     @contextmanager

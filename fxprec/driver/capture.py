@@ -26,6 +26,29 @@ SUPPORTED_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
+class SizeGuards:
+    """Conditions on the sizes among a graph's inputs, which Inductor added while it compiled outside of Dynamo.
+
+    Dynamo checks the guards of the first compilation, which it called for. A later compilation (a promotion, a solved
+    calibration) uses the same symbols, but Dynamo has already built its checks. So fxprec checks the later guards.
+    """
+
+    symbols: tuple[tuple[int, sympy.Symbol], ...]
+    """The position of each input that is a size, and its symbol."""
+    conditions: tuple[sympy.Basic, ...]
+    _known: dict[tuple[int, ...], str] = field(default_factory=dict)
+
+    def broken_by(self, args: Sequence[object]) -> str:
+        """Return the first condition that the arguments break, or ``""``. A condition that is undecided is broken."""
+        sizes = tuple(int(args[i]) for i, _ in self.symbols)  # type: ignore[call-overload]
+        if sizes not in self._known:
+            values = {symbol: sympy.Integer(size) for (_, symbol), size in zip(self.symbols, sizes, strict=True)}
+            broken = (str(c) for c in self.conditions if c.xreplace(values) != sympy.true)
+            self._known[sizes] = next(broken, "")
+        return self._known[sizes]
+
+
+@dataclass(frozen=True)
 class Captured:
     """Dynamo's graph and its example inputs. The graph is never edited: each compilation edits a copy."""
 
@@ -69,9 +92,13 @@ class Captured:
         self.examples.clear()
         self.num_guards.append(len(compat.size_guards(self.fake_mode)))
 
-    def guards_since_dynamo(self) -> tuple[sympy.Basic, ...]:
-        """Return the guards on sizes that compilations outside of Dynamo have added."""
-        return compat.size_guards(self.fake_mode)[self.num_guards[0] :] if self.num_guards else ()
+    def guards_since_dynamo(self) -> SizeGuards | None:
+        """Return the guards on sizes that compilations outside of Dynamo have added; None if there are none."""
+        conditions = compat.size_guards(self.fake_mode)[self.num_guards[0] :] if self.num_guards else ()
+        if not conditions:
+            return None
+        inputs = enumerate(self.fake_examples)
+        return SizeGuards(tuple((i, s) for i, x in inputs if (s := compat.symbol_of(x)) is not None), conditions)
 
     @property
     def fake_examples(self) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,12 @@ import fxprec.runtime.host
 import fxprec.runtime.reference_ops
 import fxprec.runtime.scaled_mm  # noqa: F401  all register implementations
 from fxprec import compat
+from fxprec.config import Config
 from fxprec.driver import progress
+from fxprec.driver.attempts import can_confirm, confirmed
 from fxprec.driver.capture import Captured
 from fxprec.driver.compiled import Compiled, Retry, Stop
 from fxprec.driver.compiler import Attempt, Compiler
-from fxprec.driver.size_guards import SizeGuards
 from fxprec.driver.warm_start import KnownHalf, repeat_events, sources
 from fxprec.driver.wrappers import Run, entered, ranged
 from fxprec.errors import BudgetError
@@ -49,8 +50,6 @@ def compile_graph(compiler: Compiler, captured: Captured, given: Plan | None, st
     try:
         return _compile_graph(compiler, captured, given, step)
     except BudgetError as error:
-        from fxprec.driver.enough import can_confirm, confirmed  # imported here: few runs need it
-
         if given is not None or not can_confirm(compiler, error):
             raise
         raise confirmed(error, compiler, lambda trial: _compile_graph(trial, captured, None, step)) from None
@@ -68,7 +67,7 @@ def _compile_graph(compiler: Compiler, captured: Captured, given: Plan | None, s
             finally:
                 compiler.tried.append(time.perf_counter() - start)
             if isinstance(found, Compiled):
-                return replace(found, assumes=SizeGuards.of(captured))
+                return replace(found, assumes=captured.guards_since_dynamo())
             captured = replace(captured, capacity=found.capacity)
 
 
@@ -175,3 +174,17 @@ class Compilation(Attempt):
         if known.plan is not None:
             log.info("%s: from the cache: %s", self.compiler.log.name, known.plan.summary())
         return replace(known, run=run)
+
+
+def compile_unplanned(gm: GraphModule, examples: Sequence[Any], config: Config) -> Callable[..., Any]:
+    """Return the code of a graph that has nothing to round, by Inductor or, if asked for, by the reference lowering."""
+    settings = compat.mode_settings(config.mode)
+    result: Callable[..., Any]
+    if config.lowering != "eager":
+        result = compat.compile_fx(gm, examples, config_patches=settings)
+        return result
+    from fxprec.driver.interpreter import interpreted  # imported here: a start from the cache imports no pass
+
+    with compat.stored_autograd(None):
+        result = compat.compile_fx(gm, examples, lambda half, *_, **__: interpreted(half), config_patches=settings)
+    return result

@@ -22,7 +22,7 @@ from fxprec.runtime.scaling.keeper import Keeper
 from fxprec.runtime.stats import StatsQueue
 
 if TYPE_CHECKING:
-    from fxprec.driver.size_guards import SizeGuards
+    from fxprec.driver.capture import SizeGuards
     from fxprec.passes.analysis.replay.other_sizes import OtherSizes
 
 

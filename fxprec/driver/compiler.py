@@ -115,6 +115,19 @@ class Compiler:
         """The parameters that backward steps: position among the graph's inputs, and workspace of the step in bytes."""
         return {} if self.updates is None or self.recorder is not None else self.updates.workspaces
 
+    def of_reference(self, recorder: Recorder) -> Compiler:
+        """Return a compiler of the graph's reference lowering, which ``recorder`` sees."""
+        asked = replace(self.settings.asked, lowering="eager", mode="default", verify=False)
+        return replace(
+            self,
+            settings=replace(self.settings, asked=asked),
+            lowering=Lowering(asked, self.lowering.device, self.log.notice),
+            dump=None,
+            recorder=recorder,
+            tensors=None,
+            numerics=None,
+        )
+
     def wrapped(self, run: Run, half: str, lowered: Lowered, num_outputs: int) -> Run:
         """Wrap the half called ``half``, so that its statistics go to the queue and not into the results."""
         run = named_launches(run, lowered.kernel_names, f"{self.log.name}'s {half} half")

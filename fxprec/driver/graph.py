@@ -22,7 +22,7 @@ from fxprec.driver.event_log import EventLog
 from fxprec.driver.option_checks import refuse_offload
 from fxprec.driver.plan_changes import PlanChanges
 from fxprec.driver.saved_state import GraphState, SavedGraph
-from fxprec.errors import BudgetError
+from fxprec.errors import BudgetError, LoweringError
 from fxprec.passes.budget_part import BudgetPart
 from fxprec.passes.notice import readable
 from fxprec.plan import PeakBytes, Plan
@@ -34,6 +34,7 @@ from fxprec.runtime.stats import NO_CAPTURE
 
 if TYPE_CHECKING:
     from fxprec.driver.model import Model
+    from fxprec.driver.record import Recorder
     from fxprec.driver.step_budget import StepBudget
     from fxprec.report.folder import GraphDump
     from fxprec.runtime.optim.in_backward import InBackward
@@ -317,13 +318,23 @@ class PlannedGraph:
         self.compile_again(f"within the peak budget of {graphs}", None)
 
     @contextmanager
-    def running(self, compiled: Compiled) -> Iterator[None]:
-        """Run other code for the same plan inside the context; training steps count as usual."""
-        usual, self.compiled = self.compiled, compiled
+    def recorded(self, recorder: Recorder) -> Iterator[None]:
+        """Run the reference lowering of the plan inside the context, and let ``recorder`` see it.
+
+        Training steps count as usual. Raises what compiling raises, and `LoweringError` if the reference lowering has
+        other scales, or if there is no plan yet.
+        """
+        name, controller = self._log.name, self.controller
+        if controller is None:
+            raise LoweringError(f"{name} is being calibrated and has no plan; run a step before this")
+        seen = compile_graph(self.compiler.of_reference(recorder), self.captured, controller.plan, controller.step)
+        if seen.scales != controller.scales or seen.capacity != self.captured.capacity:
+            raise LoweringError(f"{name}: the reference lowering of its plan carries other scales")
+        usual, self.compiled = self.compiled, replace(seen, plan=controller.plan)
         try:
             yield
         finally:
-            if self.compiled.run is compiled.run:  # otherwise a promotion compiled new code, which stays
+            if self.compiled.run is seen.run:  # otherwise a promotion compiled new code, which stays
                 self.compiled = replace(usual, plan=self.plan)
 
     def state_dict(self) -> GraphState | None:

@@ -14,10 +14,9 @@ from fxprec.config import Settings
 from fxprec.driver import saved_state
 from fxprec.driver.capture import Captured, Parameters
 from fxprec.driver.graph import PlannedGraph
-from fxprec.driver.high_operands import HighOperands
+from fxprec.driver.plan_changes import HighOperands
 from fxprec.driver.saved_state import GraphState, Identity, SavedGraph, Waiting
-from fxprec.driver.saved_together import SavedTogether
-from fxprec.driver.shared_peak import SharedPeak
+from fxprec.driver.shared_peak import SavedTogether, SharedPeak
 from fxprec.errors import PlanError
 from fxprec.plan import Plan
 from fxprec.report.dump_folder import DumpFolder

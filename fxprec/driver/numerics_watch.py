@@ -19,12 +19,11 @@ from fxprec import compat
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.interpreter import DRAWN, runnable
 from fxprec.driver.record import EveryNth, RecordedHalf
-from fxprec.driver.rounding_bias import cast_bias
 from fxprec.driver.wrappers import Run
-from fxprec.ir.symbolic import CorrectScales, Quantize
+from fxprec.ir.symbolic import AS_STORED, DEQUANTIZE, CorrectScales, Quantize
 from fxprec.kernels.updates import ApplyUpdate
-from fxprec.numerics.bias import Bias
-from fxprec.numerics.blocks import find
+from fxprec.numerics.bias import Bias, bias, block_bias
+from fxprec.numerics.blocks import AnyFormat, BlockFormat, find
 from fxprec.passes.analysis.attention import Attention, attentions
 from fxprec.passes.analysis.joint import argument, has_tag, input_at, results_of
 from fxprec.passes.analysis.marks import marks
@@ -74,19 +73,19 @@ class NumericsWatch:
         return compat.boxed(call)
 
     def _note(self, step: int, seen: _Seen, controller: Controller) -> None:
-        for node, bias in seen.biases.items():
-            self._note_bias(step, _site_of(node, controller), bias)
+        for node, found in seen.biases.items():
+            self._note_bias(step, _site_of(node, controller), found)
         for attention, largest in seen.logits:
             growth = self.logits.setdefault(attention.name, Growth())
             detail = growth.note(step, float(largest))
             if detail is not None:
                 self._tell("logit-growth", attention.name, detail, step)
 
-    def _note_bias(self, step: int, site: str, bias: Bias) -> None:
+    def _note_bias(self, step: int, site: str, found: Bias) -> None:
         """Warn of a biased cast once, and again only if it was unbiased in between."""
-        if bias.is_biased and site not in self._biased:
-            self._tell("biased", site, f"it is rounded {bias}", step)
-        (self._biased.add if bias.is_biased else self._biased.discard)(site)
+        if found.is_biased and site not in self._biased:
+            self._tell("biased", site, f"it is rounded {found}", step)
+        (self._biased.add if found.is_biased else self._biased.discard)(site)
 
     def _tell(self, kind: str, site: str, detail: str, step: int) -> None:
         self.log.note(kind, site, detail, step=step)
@@ -237,3 +236,19 @@ class _Walk(Interpreter):
         whole = given[6] if len(given) > 6 else None
         fmt = find(self.controller.site_of(call.row).format if call.is_simulated and call.row >= 0 else call.format)
         self.seen.biases[cast] = cast_bias(x, stored, call, fmt, table, whole)
+
+
+def cast_bias(
+    x: Tensor, stored: Tensor, call: Quantize, fmt: AnyFormat, table: Tensor, whole: Tensor | None = None
+) -> Bias:
+    """Return the bias of a cast of ``x`` to ``fmt``. ``stored``: codes, a carrier of them, or `block_codec.records`.
+
+    ``table`` has the scale of the cast's row; ``whole`` is the tensor scale of a block format. ``stored`` has the
+    shape of ``x``, or of the records.
+    """
+    if isinstance(fmt, BlockFormat):
+        return block_bias(x, stored, fmt, whole)
+    read = (
+        stored if call.is_simulated else DEQUANTIZE(stored, table, AS_STORED, call.format, call.storage, torch.float32)
+    )
+    return bias(x.double() * 2.0 ** int(table[call.row, 0]), read, fmt)

@@ -1,13 +1,15 @@
-"""Compile a graph again at the beginning of a step, because statistics or another graph have changed its plan."""
+"""Change a plan at the beginning of a step, by statistics, another graph or a schedule, and compile the graph again."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from fxprec.config.recipes import Recipe
 from fxprec.driver.event_log import EventLog
-from fxprec.errors import first_line
+from fxprec.errors import ConfigError, first_line
 from fxprec.passes.notice import Notice
 from fxprec.plan import Plan
 from fxprec.plan.compare import low_groups_with
@@ -21,6 +23,42 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MAX_GIVEN_UP = 3
 """Failed promotions after which the graph tries no more: each attempt takes as long as a compilation."""
+
+
+@dataclass
+class HighOperands:
+    """The step from which on operands are multiplied in ``hi``: the recipe's (`Operands.high_after`), or the user's."""
+
+    recipe: Recipe
+    when: Callable[[int], bool] | None = None
+    """The user's function of the step that begins; the first True holds operands high from this step on."""
+    asked_in: int | None = None
+    """The step in which ``when`` was True."""
+
+    def ask(self, when: Callable[[int], bool] | None) -> None:
+        """Hold operands high from the first step on for which ``when`` is True; None: from the next step on.
+
+        Raises `ConfigError` if the recipe rounds no operands to blocks.
+        """
+        if self.recipe.operands is None:
+            raise ConfigError(
+                f"recipe {self.recipe.name!r} multiplies no operands in blocks, so there are none to hold high; this "
+                "is for recipes such as 'mxfp8' and 'nvfp4'"
+            )
+        self.when = when or (lambda step: True)
+
+    def asked_since(self, step: int) -> str | None:
+        """Ask the user's function about the training step that begins, and return what `since` does."""
+        if self.asked_in is None and self.when is not None and self.when(step):
+            self.asked_in = step
+        return self.since(step)
+
+    def since(self, step: int) -> str | None:
+        """Return since when operands are high in a training step, for plans and events; None while they are not."""
+        operands = self.recipe.operands
+        if operands is not None and 0 < operands.high_after < step:
+            return f"after step {operands.high_after}"
+        return None if self.asked_in is None else f"since step {self.asked_in}, as asked"
 
 
 class PlanChanges:
