@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import fxprec
 from benchmarks.options.networks import NETWORKS
 from fxprec.driver import attempts
-from fxprec.driver.attempts import CodePeak, PeakAttempts
+from fxprec.driver.attempts import PeakAttempts
+from fxprec.driver.compiled import CodePeak
 from fxprec.driver.memory import CompiledPeak
 from fxprec.passes.crossings import peak_budget
 from fxprec.plan import PeakBytes

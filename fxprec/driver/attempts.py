@@ -10,11 +10,12 @@ budget.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fxprec.config import Settings
 from fxprec.config.settings import PeakBudget
+from fxprec.driver.compiled import CodePeak
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.lowering import Lowering
 from fxprec.driver.progress import say
@@ -27,7 +28,7 @@ from fxprec.plan.rows import LIVE
 from fxprec.runtime.stats import StatsQueue
 
 if TYPE_CHECKING:
-    from fxprec.driver.compiler import Compiler
+    from fxprec.driver.compilation import Compiler
 
 ATTEMPTS = 5  # plans made for one peak budget, each compiled; the second nearly always fits
 _SLACK = 0.02  # share of an activation budget by which a plan may overpredict without another attempt
@@ -84,20 +85,6 @@ class SavedAttempts:
         )
         self.log.warn(f"activation_budget {readable(budget)}: {detail}")
         self.log.note("fallback", self.log.name, detail, step=step)
-
-
-@dataclass(frozen=True)
-class CodePeak:
-    """The peak of a compiled step, as its code allocates; the cache stores it beside the code."""
-
-    bytes: int | None
-    """None if the code was not understood."""
-    waiting: int
-    """Bytes that are live between the halves."""
-    live: tuple[int, ...]
-    """Live bytes at up to 100 moments of the step."""
-    unread: str
-    """Why the code was not understood; empty if it was."""
 
 
 class PeakAttempts:

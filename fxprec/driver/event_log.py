@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -35,6 +35,14 @@ class EventLog:
             yield found
         finally:
             self._heard = before
+
+    def repeat(self, said: Iterable[Said], step: int) -> None:
+        """Note and tell again what `heard` collected in another process. Raises `FallbackError` under ``strict``."""
+        for kind, site, detail in said:
+            if kind == "fallback":
+                self.tell(site, detail, step=step)
+            else:
+                self.note(kind, site, detail, step=step)
 
     def note(self, kind: str, site: str, detail: str, *, step: int = 0) -> bool:
         """Record an event unless it is known, since re-lowering finds the same again. Return whether it is new."""

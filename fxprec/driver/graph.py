@@ -15,9 +15,8 @@ from fxprec.config.settings import PeakBudget
 from fxprec.driver import progress
 from fxprec.driver.backward import InFlight, InputVersions, Steps, Version, check_backward
 from fxprec.driver.capture import Captured, Parameters
-from fxprec.driver.compilation import compile_graph, look
+from fxprec.driver.compilation import Compiler, compile_graph, look
 from fxprec.driver.compiled import Compiled, CompileReport, controller_of, copies_of, keeper_of
-from fxprec.driver.compiler import Compiler
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.option_checks import refuse_offload
 from fxprec.driver.plan_changes import PlanChanges

@@ -14,14 +14,12 @@ from fxprec import compat
 from fxprec.compat import copied
 from fxprec.compat.scaled_mm import multiplies_blocks
 from fxprec.config.processor import Processor
-from fxprec.driver.attempts import CodePeak
-from fxprec.driver.compiled import Compiled
+from fxprec.driver.compiled import CodePeak, Compiled, codegen_sources
 from fxprec.driver.interpreter import interpreted
 from fxprec.driver.interpreter import interpreted_by_group as by_group
 from fxprec.driver.lowering import interpreted_kernels
 from fxprec.driver.memory import CompiledPeak, PlainHalf
 from fxprec.driver.record import RecordedHalf
-from fxprec.driver.warm_start import codegen_sources
 from fxprec.driver.wrappers import Run, ranged
 from fxprec.kernels.host import IN_PLACE_ORDER
 from fxprec.passes.analysis.joint import results_of
@@ -34,7 +32,7 @@ from fxprec.passes.notice import Notice
 
 if TYPE_CHECKING:
     from fxprec.compat.order import OrderedKernel
-    from fxprec.driver.compiler import Compiler
+    from fxprec.driver.compilation import Compiler
 
 
 @dataclass(frozen=True)
