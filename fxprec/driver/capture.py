@@ -67,19 +67,26 @@ class Captured:
     def take(cls, gm: GraphModule, examples: Sequence[Any]) -> Captured:
         """Copy the graph and its context. Raises `LoweringError` for a device that fxprec cannot lower to."""
         calls = sum(n.op not in ("placeholder", "output") for n in gm.graph.nodes)
+        known = [(_describe(n), n.meta.get("example_value")) for n in _placeholders(gm.graph)]
+        identity = Identity(
+            is_training=torch.is_grad_enabled()
+            and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples),
+            parameters=tuple(of.name for of, _ in known if of.kind == "param"),
+            inputs=tuple(_shape(x) for of, x in known if of.kind == "input" and isinstance(x, torch.Tensor)),
+        )
+        # The fake mode of the inputs' fake values: no other mode knows the symbol of a Python float input.
+        modes = (mode for _, x in known if (mode := compat.fake_mode_of(x)) is not None)
         device = _device(examples)
-        capacity = max(256, 1 << (4 * calls + 2 * len(examples)).bit_length())
-        identity = Identity(_is_training(examples), _parameters(gm.graph), _shapes(gm.graph))
         return cls(
             compat.copied(gm),
             list(examples),
             device,
-            _fake_mode(gm.graph),
-            capacity,
-            compat.Ambient.now(device),
-            identity,
-            compat.ends_in_break(gm),
-            compat.traced_model(),
+            next(modes, compat.current_fake_mode()),
+            capacity=max(256, 1 << (4 * calls + 2 * len(examples)).bit_length()),
+            ambient=compat.Ambient.now(device),
+            identity=identity,
+            is_cut=compat.ends_in_break(gm),
+            model=compat.traced_model(),
         )
 
     @cached_property
@@ -163,31 +170,9 @@ def _placeholders(graph: Graph) -> list[Node]:
     return list(graph.find_nodes(op="placeholder"))
 
 
-def _is_training(examples: Sequence[Any]) -> bool:
-    """Return whether AOTAutograd will trace a backward half."""
-    return torch.is_grad_enabled() and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples)
-
-
-def _parameters(graph: Graph) -> tuple[str, ...]:
-    return tuple(known.name for known in map(_describe, _placeholders(graph)) if known.kind == "param")
-
-
-def _shapes(graph: Graph) -> tuple[Shape, ...]:
-    """Return dtype and sizes of the inputs that are not parameters or buffers; -1 is a dynamic size."""
-    nodes = (node for node in _placeholders(graph) if _describe(node).kind == "input")
-    values = (node.meta.get("example_value") for node in nodes)
-    return tuple(
-        (str(v.dtype), *(size if type(size) is int else -1 for size in v.shape))
-        for v in values
-        if isinstance(v, torch.Tensor)
-    )
-
-
-def _fake_mode(graph: Graph) -> compat.FakeTensorMode | None:
-    """Return the fake mode of the inputs' fake values: no other mode knows the symbol of a Python float input."""
-    values = (n.meta.get("example_value") for n in _placeholders(graph))
-    modes = (mode for v in values if (mode := compat.fake_mode_of(v)) is not None)
-    return next(modes, compat.current_fake_mode())
+def _shape(x: torch.Tensor) -> Shape:
+    """Return dtype and sizes; -1 is a dynamic size."""
+    return (str(x.dtype), *(size if type(size) is int else -1 for size in x.shape))
 
 
 def _device(examples: Sequence[Any]) -> torch.device:

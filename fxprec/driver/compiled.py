@@ -32,9 +32,8 @@ from fxprec.plan.files import dumps
 from fxprec.plan.scales import ScaleGraph
 from fxprec.runtime.controller import Controller, Rules
 from fxprec.runtime.nonfinite import NonfiniteWatch
-from fxprec.runtime.scaling import keeper
 from fxprec.runtime.scaling.copies import CopyScales
-from fxprec.runtime.scaling.keeper import Keeper
+from fxprec.runtime.scaling.keeper import Keeper, keeper_of
 from fxprec.runtime.stats import StatsQueue
 
 if TYPE_CHECKING:
@@ -139,31 +138,26 @@ def controller_of(compiled: Compiled, settings: Settings, device: torch.device, 
     """Return the controller of compiled code: it keeps plan and statistics during training."""
     assert compiled.plan is not None
     action, has_true_infs = settings.asked.on_nonfinite, not isinstance(settings.grad_scaling, LossScaling)
+    gradients, copies = keepers_of(compiled, settings)
     return Controller(
         compiled.plan,
         Rules(promote_above=settings.asked.promote_above, hi=settings.recipe.hi.name),
         compiled.capacity,
         device,
-        keeper=keeper_of(compiled, settings),
-        copies=copies_of(compiled, settings),
+        keeper=gradients,
+        copies=copies,
         queue=queue,
         nonfinite=None if action == "ignore" else NonfiniteWatch(gradients=has_true_infs, action=action),
     )
 
 
-def keeper_of(compiled: Compiled, settings: Settings) -> Keeper | None:
-    """Return the keeper of compiled code's gradient scales during training; None if no gradient has a scale."""
-    scaling = settings.grad_scaling
-    if compiled.scales is None or not compiled.scales.variables or scaling is None:
-        return None
-    return keeper.keeper_of(scaling, compiled.scales, settings.asked.promote_above)
-
-
-def copies_of(compiled: Compiled, settings: Settings) -> CopyScales | None:
-    """Return the keeper of the scales of stored copies; None if no copy has a scale."""
-    if compiled.scales is None or not compiled.scales.copies:
-        return None
-    return CopyScales(compiled.scales, settings.asked.promote_above)
+def keepers_of(compiled: Compiled, settings: Settings) -> tuple[Keeper | None, CopyScales | None]:
+    """Return what keeps the scales of gradients, and of stored copies, during training; None if none has a scale."""
+    scales, scaling, above = compiled.scales, settings.grad_scaling, settings.asked.promote_above
+    if scales is None:
+        return None, None
+    gradients = keeper_of(scaling, scales, above) if scales.variables and scaling is not None else None
+    return gradients, CopyScales(scales, above) if scales.copies else None
 
 
 def plan_key(

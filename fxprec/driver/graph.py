@@ -16,7 +16,7 @@ from fxprec.driver import progress
 from fxprec.driver.backward import InFlight, InputVersions, Steps, Version, check_backward
 from fxprec.driver.capture import Captured, Parameters
 from fxprec.driver.compilation import Compiler, compile_graph, look
-from fxprec.driver.compiled import Compiled, CompileReport, controller_of, copies_of, keeper_of
+from fxprec.driver.compiled import Compiled, CompileReport, controller_of, keepers_of
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.option_checks import refuse_offload
 from fxprec.driver.plan_changes import PlanChanges
@@ -70,7 +70,6 @@ class PlannedGraph:
             dump=dump,
             recorder=model.recorder,
         )
-        self.settings = self.compiler.settings
         self._changes = PlanChanges(self, model, self._log)
 
     @property
@@ -116,7 +115,9 @@ class PlannedGraph:
         from fxprec.driver.updates import Updates  # imported here: few runs need it
 
         plans_only = self._dump is not None and self._dump.plan_only
-        updates = Updates.of(binding, self.captured.inputs, args, self.settings, self._log, plans_only=plans_only)
+        updates = Updates.of(
+            binding, self.captured.inputs, args, self.compiler.settings, self._log, plans_only=plans_only
+        )
         self.compiler = replace(self.compiler, updates=updates)
         if self._model.step_budget is not None:
             from fxprec.driver.step_budget import StepBudget
@@ -127,7 +128,7 @@ class PlannedGraph:
                     f"{budget.said()}; a graph break splits the step, and a step budget does not bound what its graphs "
                     "hold together; compile the model without graph breaks, or give peak_budget"
                 )
-            self._within = partial(budget.first_that_fits, binding.optimizers)
+            self._within = budget.first_that_fits
 
     def compile(self, given: Plan | None) -> None:
         """Compile for the first time, with the plan ``given``, or with a plan that the passes solve for if None."""
@@ -138,10 +139,8 @@ class PlannedGraph:
 
     def _compile_within(self, given: Plan | None, budget: StepBudget) -> None:
         """Bound the peak by the bytes that weights and optimizer states leave of the step budget, and compile."""
-        self.settings = replace(self.compiler.settings, peak_budget=PeakBudget(budget.left))
-        self.compiler = replace(
-            self.compiler, settings=self.settings, whole_step=budget.for_plan, confirms=budget.is_last
-        )
+        settings = replace(self.compiler.settings, peak_budget=PeakBudget(budget.left))
+        self.compiler = replace(self.compiler, settings=settings, whole_step=budget.for_plan, confirms=budget.is_last)
         self._compile(given)
         self._log.note(
             "memory", self._log.name, f"{budget.said()}; {readable(budget.left)} are left for the rest of the step"
@@ -150,7 +149,7 @@ class PlannedGraph:
     def _compile(self, given: Plan | None) -> None:
         is_cut, plans_only = self.captured.is_cut, self._dump is not None and self._dump.plan_only
         if not plans_only:
-            refuse_offload(self.captured.device, self.settings, given)
+            refuse_offload(self.captured.device, self.compiler.settings, given)
         part = BudgetPart(is_cut=is_cut) if plans_only else self._model.shared_peak.first_part(is_cut=is_cut)
         self._is_given = given is not None
         if given is None:
@@ -178,10 +177,11 @@ class PlannedGraph:
             self.captured = replace(self.captured, capacity=compiled.capacity)
         if compiled.plan is None:  # a calibration step, or a graph without a plan
             return
+        settings = self.compiler.settings
         if self.controller is None:
-            self.controller = controller_of(compiled, self.settings, self.captured.device, self.compiler.queue)
+            self.controller = controller_of(compiled, settings, self.captured.device, self.compiler.queue)
         else:
-            keeper, copies = keeper_of(compiled, self.settings), copies_of(compiled, self.settings)
+            keeper, copies = keepers_of(compiled, settings)
             self.controller.adopt(compiled.plan, keeper, compiled.capacity, copies)
         if self.is_training and compiled.plan.sites:
             said = line((compiled.plan,), self._log.name if self.index else "")

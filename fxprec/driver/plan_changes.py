@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from fxprec.config.recipes import Recipe
 from fxprec.driver.event_log import EventLog
 from fxprec.errors import ConfigError, first_line
-from fxprec.passes.notice import Notice
 from fxprec.plan import Plan
 from fxprec.plan.compare import low_groups_with
 from fxprec.plan.plan import latest_of_gemms
@@ -103,21 +102,21 @@ class PlanChanges:
         since = high.asked_since(controller.step) if graph.is_training else high.since(self._model.steps_of_training)
         if since is None or in_force is None or self._keeps_operands or not any(map(any, in_force.operand_formats)):
             return
-        hi = graph.settings.recipe.hi.name
+        hi = graph.compiler.settings.recipe.hi.name
         failed = self._failure_to_compile(f"for operands in {hi} {since}", controller.plan.with_high_operands(since))
         if failed is not None:
             self._keeps_operands = True
             detail = f"operands of GEMMs stay in blocks: compiling them in {hi} failed ({failed})"
-            self._log.notice(Notice("block-gemms", detail), step=controller.step)
+            self._log.tell("block-gemms", detail, step=controller.step)
 
     def _follow_plan(self, controller: Controller) -> None:
         """Recompile for a changed plan in real storage. In ``simulate`` the scale table already has the change."""
         graph = self._graph
-        in_force, is_in_code = graph.compiled.plan, not graph.settings.is_simulated
+        in_force, is_in_code = graph.compiled.plan, not graph.compiler.settings.is_simulated
         if in_force is not None and is_in_code and controller.plan.formats != in_force.formats:
             failed = self._failure_to_compile("for the changed plan", controller.plan)
             if failed is not None:
-                self._log.notice(self._give_up(in_force, controller, failed), step=controller.step)
+                self._give_up(in_force, controller, failed)
         graph.realize(controller.plan)
 
     def _failure_to_compile(self, why: str, given: Plan | None) -> str | None:
@@ -129,8 +128,8 @@ class PlanChanges:
             return first_line(error)
         return None
 
-    def _give_up(self, plan: Plan, controller: Controller, failed: str) -> Notice:
-        """Return to the plan of the running code: tensors promoted since stay low for good. Return the notice."""
+    def _give_up(self, plan: Plan, controller: Controller, failed: str) -> None:
+        """Return to the plan of the running code, with a warning: tensors promoted since stay low for good."""
         refused = controller.stay_with(plan)
         self._num_given_up += 1
         last = ""
@@ -144,4 +143,4 @@ class PlanChanges:
             f"promoting it{more} to {controller.rules.hi} failed ({failed}): training continues with it in "
             f"{site.format}; {way_out}{last}"
         )
-        return Notice(describe(site), detail)
+        self._log.tell(describe(site), detail, step=controller.step)
