@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -217,16 +217,10 @@ def _local_name(path: str) -> str:
 class Parameters:
     """The parameters of one layer, by name. ``changed`` is called when the layer's parameters become others."""
 
-    def __init__(self, names: Mapping[int, str], args: Sequence[Any], changed: Callable[[], None]) -> None:
-        self._names, self._changed = names, changed
-        self._own: dict[int, Callable[[], Parameter | None]] = {
-            i: _ref(args[i]) for i in names if isinstance(args[i], Parameter)
-        }
-
-    @staticmethod
-    def names_of(inputs: Sequence[GraphInput]) -> dict[int, str]:
-        """Return the names of a graph's parameters by position among its arguments."""
-        return {i: known.name for i, known in enumerate(inputs) if known.kind == "param"}
+    def __init__(self, inputs: Sequence[GraphInput], args: Sequence[Any], changed: Callable[[], None]) -> None:
+        self._names = {i: known.name for i, known in enumerate(inputs) if known.kind == "param"}
+        self._changed = changed
+        self._own = {i: _ref(args[i]) for i in self._names if isinstance(args[i], Parameter)}
 
     def may_be(self, args: Sequence[Any]) -> bool:
         """Return whether ``args`` can be a call of this layer: no live parameter of it is replaced by another there.

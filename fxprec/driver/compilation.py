@@ -105,9 +105,10 @@ class Compiler:
 
             calibration = Calibration()
         if settings.asked.dump_tensors:
-            from fxprec.driver.record import tensor_dump
+            from fxprec.driver.record import TensorDump
 
-            tensors = tensor_dump(held, dump, log, controller)
+            assert dump is not None, "Backend refuses dump_tensors without a folder"
+            tensors = TensorDump(held, dump, log, controller)
         if settings.asked.watch_every is not None:
             from fxprec.driver.numerics_watch import NumericsWatch
 

@@ -60,10 +60,6 @@ class EventLog:
         if self._strict or self.note("fallback", site, detail, step=step):
             self.warn_of_loss(f"{site}: {detail}")
 
-    def fact(self, notice: Notice, *, step: int = 0) -> None:
-        """Record what the machine lacks. The request is fulfilled, so there is no warning, even under ``strict``."""
-        self.note("machine", notice.site, notice.detail, step=step)
-
     def notice(self, notice: Notice, *, step: int = 0) -> None:
         """Warn of a notice and record it, as `tell` does. Raises `FallbackError` under ``strict``."""
         self.tell(notice.site, notice.detail, step=step)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fxprec import compat
 from fxprec.config.settings import PeakBudget
 from fxprec.driver import progress
-from fxprec.driver.backward import InFlight, InputVersions, Steps, Version, check_backward
+from fxprec.driver.backward import InFlight, InputVersions, Steps, Version, before_backward
 from fxprec.driver.capture import Captured, Parameters
 from fxprec.driver.compilation import Compiler, compile_graph, look
 from fxprec.driver.compiled import Compiled, CompileReport, controller_of, keepers_of
@@ -252,7 +252,7 @@ class PlannedGraph:
             self.compiler.updates.saw_forward(results)
         if self.controller is not None:
             if self.is_training:
-                check_backward(results, InputVersions(compiled.copied, self.captured.inputs, args))
+                before_backward(results, InputVersions(compiled.copied, self.captured.inputs, args).check)
                 if self.controller.plan.peak_bytes is not None:
                     self._model.shared_peak.saw(self, results)
                 self._model.saved_together.saw(self, results)

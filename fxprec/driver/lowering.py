@@ -8,7 +8,7 @@ device's figures, so every process makes the same choice.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 Way = Literal["inductor", "triton"]
 _WAYS: tuple[Way, ...] = ("inductor", "triton")
+Lower = Callable[[GraphModule, str, frozenset[str]], Lowered]
+"""Lowers a half in place, by the named lowering and without the named kernels, and describes the result."""
 INSTEAD = "Inductor compiles its casts: the same numbers, with one more pass over memory for each statistic"
 DECODED = (
     "Inductor decodes the operands, and torch multiplies as with gemms='high': the same memory, at the speed of high "
@@ -87,13 +89,6 @@ def _cheaper(found: Mapping[Way, Traffic], costs: Costs) -> HalfLowering:
     return HalfLowering(chosen=chosen, inductor=moved["inductor"], triton=moved["triton"])
 
 
-class Lower(Protocol):
-    """A function that lowers one half, in place."""
-
-    def __call__(self, gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
-        """Lower ``gm`` in place and describe the result. ``without``: names of kernels not to generate."""
-
-
 class Lowering:
     """The lowering of one captured graph, and the generated kernels that turned out not to work.
 
@@ -145,7 +140,7 @@ class Lowering:
         return Half(self, lowered, run, None if kept is None else (plain, kept))
 
     def _tell_what_is_not_compared(self, gm: GraphModule) -> None:
-        if not (self.config.verify and self.verifies) or self.name == "triton" or self._told:
+        if not self.verifies or self.name == "triton" or self._told:
             return
         from fxprec.driver.verify import is_compared
 
@@ -168,12 +163,12 @@ class Lowering:
     @property
     def _has_first_run(self) -> bool:
         """Whether the first run differs from later runs: it is verified, or can fall back."""
-        return self.is_interpreted or (self.config.verify and self.verifies)
+        return self.is_interpreted or self.verifies
 
     @property
     def verifies(self) -> bool:
-        """Whether ``verify`` has code to compare with the reference, which 'eager' itself is."""
-        return self.name != "eager"
+        """Whether the first run is compared with the reference, which 'eager' itself is."""
+        return self.config.verify and self.name != "eager"
 
     def lower(self, gm: GraphModule, lower: Lower, half: str) -> tuple[GraphModule, Lowered]:
         """Lower one half, in place or in a copy, and return it. On a GPU ``"auto"`` takes the faster estimate."""

@@ -49,7 +49,7 @@ class NumericsWatch:
     _watches: bool = False
 
     def __post_init__(self) -> None:
-        self._is_due = EveryNth(self.every)
+        self._due = EveryNth(self.every, self.controller)
 
     def watch(self, graph: str, half: str, recorded: RecordedHalf, run: Run) -> Run:
         """Wrap ``run``, so that casts and attention of the half are measured in every n-th step."""
@@ -62,10 +62,10 @@ class NumericsWatch:
         look = found.after if half == "forward" else found.before
 
         def call(args: list[Any]) -> Any:
-            controller = self.controller()
-            step = 0 if controller is None else controller.step
-            if controller is None or not self._is_due(step, half):
+            controller = self._due(half)
+            if controller is None:
                 return run(args)
+            step = controller.step
             results, seen = look(run, args, controller)
             self._note(step, seen, controller)
             return results

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from fxprec import compat
 from fxprec.config import Settings
 from fxprec.config.grad_scaling import LossScaling
+from fxprec.driver.backward import before_backward
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.wrappers import Run
 from fxprec.errors import ConfigError
@@ -116,9 +117,7 @@ class Updates:
         """Count a forward, and add hooks that check the parameters before its backward runs."""
         parameters = list(self.stepped.values())
         self.binding.saw_forward(parameters)
-        for result in results if isinstance(results, list | tuple) else [results]:
-            if isinstance(result, torch.Tensor) and result.requires_grad:
-                compat.on_gradient(result, _before(self.binding, parameters))
+        before_backward(results, lambda: self.binding.before_backward(parameters))
 
     def around(self, run: Run) -> Run:
         """Wrap the backward half ``run``, so that its updates go to the optimizer."""
@@ -135,18 +134,6 @@ _HELD_TO_CLIP = (
     "gradients are held until optimizer.step(): max_norm with norm='exact' clips by the norm of all of them; with "
     "norm='last' backward clips by the last step's and holds none"
 )
-
-
-def _before(binding: InBackward, parameters: Sequence[Parameter]) -> Any:
-    seen = -1
-
-    def check(grad: torch.Tensor) -> None:
-        nonlocal seen
-        if seen != compat.backward_id():
-            seen = compat.backward_id()
-            binding.before_backward(parameters)
-
-    return check
 
 
 def _why_none(settings: Settings, args: Sequence[Any]) -> str | None:
