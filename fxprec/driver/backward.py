@@ -16,28 +16,6 @@ from fxprec.errors import DoubleBackwardError, ModifiedInPlaceError
 from fxprec.passes.analysis.inputs import GraphInput
 
 
-class Steps:
-    """Whether a call of a graph is a forward or a recomputation, and which call applies statistics.
-
-    A reentrant checkpoint runs its forward without gradients, in another graph. All calls of the training graph are
-    then recomputations, and each backward pass with such a call is a step. If that other graph is compiled too, its
-    forwards apply the statistics.
-    """
-
-    def __init__(self) -> None:
-        self.runs_forward = False
-        """Whether the graph was called outside of backward."""
-        self.settles_in_forward = False
-        """Whether a graph that is only recomputed applies its statistics as a forward of another graph begins."""
-        self._backward_id = -1
-
-    def settle_in_backward(self) -> bool:
-        """Return whether a call inside a backward pass applies statistics: the pass's first, if no forward does."""
-        is_first = not self.settles_in_forward and self._backward_id != compat.backward_id()
-        self._backward_id = compat.backward_id()
-        return is_first
-
-
 @dataclass(frozen=True)
 class Version:
     """The code and the scale table of one forward; without them the graph as it was captured."""

@@ -153,6 +153,7 @@ class Compiler:
 
     def wrapped(self, run: Run, half: str, lowered: Lowered, num_outputs: int) -> Run:
         """Wrap the half called ``half``, so that its statistics go to the queue and not into the results."""
+        run = ranged(run, self.log.name, half)
         run = named_launches(run, lowered.kernel_names, f"{self.log.name}'s {half} half")
         if self.memory is not None:
             run = self.memory.watch(run, half)
@@ -280,7 +281,6 @@ class Compilation:
         """Return a half that comes from the cache, with the same wrappers as a compiled one."""
         self.stored.append(known)
         compiler = self.compiler
-        run = ranged(run, compiler.log.name, known.name)
         run = compiler.wrapped(run, known.name, known.lowered, known.num_outputs)
         return entered(run, known.lowered, known.donated, compiler.controller)
 

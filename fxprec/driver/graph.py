@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fxprec import compat
 from fxprec.config.settings import PeakBudget
 from fxprec.driver import progress
-from fxprec.driver.backward import InFlight, InputVersions, Steps, Version, before_backward
+from fxprec.driver.backward import InFlight, InputVersions, Version, before_backward
 from fxprec.driver.capture import Captured, Parameters
 from fxprec.driver.compilation import Compiler, compile_graph, look
 from fxprec.driver.compiled import Compiled, CompileReport, controller_of, keepers_of
@@ -46,6 +46,10 @@ class PlannedGraph:
 
     The object keeps Dynamo's graph, so a promotion in real storage recompiles without retracing the user's code. A
     compilation replaces ``compiled`` only if it succeeds. The controller stays the same and adopts the new plan.
+
+    A reentrant checkpoint runs its forward without gradients, in another graph. All calls of the training graph are
+    then recomputations, and each backward pass with such a call is a step. If that other graph is compiled too, its
+    forwards apply the statistics.
     """
 
     compiled: Compiled
@@ -57,7 +61,10 @@ class PlannedGraph:
         self.controller: Controller | None = None
         self._model, self._dump = model, dump
         self._log = EventLog(f"graph {self.index}", strict=model.settings.asked.strict)
-        self._steps, self._in_flight = Steps(), InFlight()
+        self.runs_forward = False  # whether it was called outside of backward
+        self.settles_in_forward = False  # only recomputed, and settled as a forward of another graph begins
+        self._backward_id = -1  # of the latest backward pass that recomputed it
+        self._in_flight = InFlight()
         self._seconds: tuple[float, ...] = ()  # one per compilation
         self._is_given = False  # the plan came from a file or a checkpoint
         self._within: Callable[[Callable[[StepBudget], None]], None] | None = None  # compiles under a step budget
@@ -86,11 +93,6 @@ class PlannedGraph:
     def is_training(self) -> bool:
         """Whether it has a backward half."""
         return self.compiled.is_training
-
-    @property
-    def runs_forward(self) -> bool:
-        """Whether it was called outside of backward."""
-        return self._steps.runs_forward
 
     @property
     def folder(self) -> Path | None:
@@ -211,7 +213,7 @@ class PlannedGraph:
             return self._recompute(args)
         with self._model.lock:  # another thread must not promote in between; its compilations are not waited for
             if not self.runs_forward:
-                self._steps.runs_forward = True
+                self.runs_forward = True
                 self._model.changed()
             self._begin_step()
             version = self._version(args)
@@ -231,11 +233,12 @@ class PlannedGraph:
 
     def _recompute(self, args: Sequence[Any]) -> Any:
         """Run inside a backward pass, because a checkpoint around the compiled code recomputes its forward."""
-        if self._steps.runs_forward or not self.is_training:
+        if self.runs_forward or not self.is_training:
             version = self._in_flight.recomputed() or self._version(args)
             with self.compiler.queue.muted():
                 return version(*args)
-        if self._steps.settle_in_backward():
+        is_first, self._backward_id = self._backward_id != compat.backward_id(), compat.backward_id()
+        if is_first and not self.settles_in_forward:
             self._settle(steps=1)
         elif self.controller is not None:
             self.controller.step += 1
@@ -265,7 +268,7 @@ class PlannedGraph:
         self._model.calls += 1
         self.ran_last = self._model.calls
         for graph in self._model.only_recomputed:
-            graph._steps.settles_in_forward = True
+            graph.settles_in_forward = True
             graph._settle(steps=0)
         if not self.is_training:
             for graph in self._model.training_of(self):  # to evaluate alike whether or not state was saved

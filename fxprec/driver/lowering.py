@@ -123,21 +123,20 @@ class Lowering:
         """Lower the half called ``name`` and build it; if kernels do not compile, repeat without those kernels."""
         may_fail = self.name == "triton" or self.config.verify or self.device.type == "cuda"
         plain = copied(gm) if may_fail else gm
-        gm, lowered = self.lower(gm, lower, name)
-        while self.device.type == "cuda" and self._drop_gemms_that_fail(gm):  # their replacements may fail too
-            gm, lowered = self.lower(copied(plain), lower, name)
-        self._tell_what_is_not_compared(gm)
-        kept = copied(gm) if self._has_first_run else None
-        try:
-            run = build(gm)
-        except Exception as error:  # anything Triton or Inductor raises; not fxprec's if no kernel is generated
-            if not lowered.generated.kernels:
-                raise
-            self._drop_what_fails(lowered, error)
-            gm, lowered = self.lower(copied(plain), lower, name)
+        while True:  # what replaces a kernel that fails may fail too
+            gm, lowered = self.lower(gm, lower, name)
+            if self.device.type == "cuda" and self._drop_gemms_that_fail(gm):
+                gm = copied(plain)
+                continue
+            self._tell_what_is_not_compared(gm)
             kept = copied(gm) if self._has_first_run else None
-            run = build(gm)
-        return Half(self, lowered, run, None if kept is None else (plain, kept))
+            try:
+                return Half(self, lowered, build(gm), None if kept is None else (plain, kept))
+            except Exception as error:  # anything Triton or Inductor raises; not fxprec's if no kernel is generated
+                if not lowered.generated.kernels:
+                    raise
+                self._drop_what_fails(lowered, error)
+                gm = copied(plain)
 
     def _tell_what_is_not_compared(self, gm: GraphModule) -> None:
         if not self.verifies or self.name == "triton" or self._told:

@@ -29,7 +29,6 @@ from fxprec.passes.analysis.joint import argument, has_tag, input_at, results_of
 from fxprec.passes.analysis.marks import marks
 from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.analysis.ops import MUTATIONS
-from fxprec.plan import Plan
 from fxprec.plan.lines import place
 from fxprec.runtime.controller import Controller, describe
 from fxprec.runtime.growth import Growth
@@ -99,12 +98,8 @@ def _site_of(cast: Node, controller: Controller) -> str:
     of = marks(cast).operand_of
     if of is None:
         return describe(controller.site_of(call.row))
-    return f"operand {call.x.name} of {_gemm(controller.plan, of[0])} ({_place(cast)})"
-
-
-def _gemm(plan: Plan, index: int) -> str:
-    gemm = plan.gemms[index]
-    return place(gemm.node, gemm.module)
+    gemm = controller.plan.gemms[of[0]]
+    return f"operand {call.x.name} of {place(gemm.node, gemm.module)} ({_place(cast)})"
 
 
 def _place(node: Node) -> str:

@@ -90,14 +90,14 @@ class Updates:
             else:
                 held.setdefault(why, []).append(name)
         optimizers = binding.optimizers
-        clipped = [
-            i
+        unclipped = {
+            i: p
             for i, p in stepped.items()
-            if optimizers.holder_of(p).clips_by_this_step and not optimizers.sums_gradients(p)
-        ]
-        if clipped:
+            if not optimizers.holder_of(p).clips_by_this_step or optimizers.sums_gradients(p)
+        }
+        if len(unclipped) < len(stepped):
             log.note("memory", "optimizer", _HELD_TO_CLIP)
-            stepped = {i: p for i, p in stepped.items() if i not in clipped}
+            stepped = unclipped
         for why, names in held.items():
             log.tell(f"optimizer: {', '.join(names)}", f"{_IS_HELD}: {why}")
         if not plans_only:
