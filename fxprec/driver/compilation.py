@@ -211,9 +211,9 @@ class Compilation:
             plan = self.compiler.peak.judged(plan, peak, is_given=self.given is not None, step=self.step)
             if plan is None:
                 return Retry(self.captured.capacity)
-        if plan is not None and self.traced is None:
+        if self.traced is None and plan is not None:
             log.info("%s: from the cache: %s", self.compiler.log.name, plan.summary())
-        elif plan is not None and self.traced is not None and plan is not compiled.plan:
+        elif self.traced is not None and plan is not None and plan is not compiled.plan:
             self.traced.set_plan(plan)
         return replace(compiled, plan=plan, run=run)
 
@@ -265,7 +265,7 @@ class Compilation:
             # Imported here: it imports every pass, which a start from the cache does not need.
             from fxprec.driver.joint_compilation import JointCompilation
 
-            self.traced = JointCompilation(self)
+            self.traced = JointCompilation(replace(self))  # a copy, so that the two are no reference cycle
         return self.traced
 
     def _run_passes(self, graph: Graph) -> None:
