@@ -167,9 +167,9 @@ class _QuietLog(EventLog):
 
 def can_confirm(compiler: Compiler, error: BudgetError) -> bool:
     """Return whether compiling shows if the budget that ``error`` names is enough."""
-    plans_only = compiler.dump is not None and compiler.dump.plan_only
-    is_measured = compiler.lowering.name != "eager" and not compiler.lowering.is_interpreted
-    return bool(error.enough) and compiler.confirms and is_measured and not plans_only and not compiler.peak.part.shares
+    lowering = compiler.lowering
+    is_measured = lowering.name != "eager" and not lowering.is_interpreted and not compiler.plans_only
+    return bool(error.enough) and compiler.confirms and is_measured and not compiler.peak.part.shares
 
 
 def confirmed(error: BudgetError, compiler: Compiler, compile_graph: Callable[[Compiler], object]) -> BudgetError:

@@ -259,8 +259,4 @@ def _ref(parameter: Parameter) -> Callable[[], Parameter | None]:
 
     Dynamo's DDP optimizer passes a fake parameter. The reference to it is empty, so the first real one takes its place.
     """
-    return _none if isinstance(parameter, compat.FakeTensor) else weakref.ref(parameter)
-
-
-def _none() -> None:
-    return None
+    return (lambda: None) if isinstance(parameter, compat.FakeTensor) else weakref.ref(parameter)

@@ -134,6 +134,11 @@ class Compiler:
         )
 
     @property
+    def plans_only(self) -> bool:
+        """Whether the run makes plans only and executes nothing."""
+        return self.dump is not None and self.dump.plan_only
+
+    @property
     def stepped(self) -> Mapping[int, int]:
         """The parameters that backward steps: position among the graph's inputs, and workspace of the step in bytes."""
         return {} if self.updates is None or self.recorder is not None else self.updates.workspaces

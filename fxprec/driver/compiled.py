@@ -174,26 +174,19 @@ def plan_key(
         machine(captured.device),
         [str(fact) for fact in more],
     )
-    for fact in (*map(_text, facts), *compat.traced_facts(captured.gm)):
+    texts = (json.dumps(fact, default=str) for fact in facts)
+    for fact in (*texts, *compat.traced_facts(captured.gm)):
         key.update(fact.encode() + b"\0")
     return f"fxprec-{key.hexdigest()}"
 
 
-def _text(fact: object) -> str:
-    return json.dumps(fact, default=str)
-
-
 def machine(device: torch.device) -> str:
     """Return facts of the machine that a plan or its code may depend on and that torch's key leaves out."""
-    gpu = _kind_of_gpu(device) if device.type == "cuda" else ()
-    versions = (platform.python_version(), np.__version__, str(Processor.here()))
-    return " ".join((*versions, platform.machine(), *gpu))
-
-
-def _kind_of_gpu(device: torch.device) -> tuple[str, ...]:
-    """Return facts that equal GPUs share. torch's own text of a GPU includes its serial number and bus address."""
-    found = torch.cuda.get_device_properties(device)
-    return (found.name, *map(str, (found.major, found.minor, found.total_memory, found.multi_processor_count)))
+    facts = [platform.python_version(), np.__version__, Processor.here(), platform.machine()]
+    if device.type == "cuda":  # what equal GPUs share: torch's own text of a GPU has its serial number and bus address
+        gpu = torch.cuda.get_device_properties(device)
+        facts += [gpu.name, gpu.major, gpu.minor, gpu.total_memory, gpu.multi_processor_count]
+    return " ".join(map(str, facts))
 
 
 @cache

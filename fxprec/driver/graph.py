@@ -59,7 +59,7 @@ class PlannedGraph:
         self.ran_last = 0  # the model's call count at this graph's latest forward call
         self.is_replaced = False  # by a graph that was traced after torch.compiler.reset()
         self.controller: Controller | None = None
-        self._model, self._dump = model, dump
+        self._model = model
         self._log = EventLog(f"graph {self.index}", strict=model.settings.asked.strict)
         self.runs_forward = False  # whether it was called outside of backward
         self.settles_in_forward = False  # only recomputed, and settled as a forward of another graph begins
@@ -97,7 +97,7 @@ class PlannedGraph:
     @property
     def folder(self) -> Path | None:
         """The folder that the graph is dumped to, or None."""
-        return None if self._dump is None else self._dump.path
+        return None if self.compiler.dump is None else self.compiler.dump.path
 
     @property
     def plan(self) -> Plan | None:
@@ -116,10 +116,8 @@ class PlannedGraph:
         """
         from fxprec.driver.updates import Updates  # imported here: few runs need it
 
-        plans_only = self._dump is not None and self._dump.plan_only
-        updates = Updates.of(
-            binding, self.captured.inputs, args, self.compiler.settings, self._log, plans_only=plans_only
-        )
+        settings, plans_only = self.compiler.settings, self.compiler.plans_only
+        updates = Updates.of(binding, self.captured.inputs, args, settings, self._log, plans_only=plans_only)
         self.compiler = replace(self.compiler, updates=updates)
         if self._model.step_budget is not None:
             from fxprec.driver.step_budget import StepBudget
@@ -149,7 +147,7 @@ class PlannedGraph:
         )
 
     def _compile(self, given: Plan | None) -> None:
-        is_cut, plans_only = self.captured.is_cut, self._dump is not None and self._dump.plan_only
+        is_cut, plans_only = self.captured.is_cut, self.compiler.plans_only
         if not plans_only:
             refuse_offload(self.captured.device, self.compiler.settings, given)
         part = BudgetPart(is_cut=is_cut) if plans_only else self._model.shared_peak.first_part(is_cut=is_cut)
@@ -157,8 +155,8 @@ class PlannedGraph:
         if given is None:
             self.compiler.peak.set_part(part)
         self._adopt(compile_graph(self.compiler, self.captured, given, 0))
-        if self._dump is not None:
-            self._dump.tell = lambda detail: self._log.tell("dump", detail)
+        if self.compiler.dump is not None:
+            self.compiler.dump.tell = lambda detail: self._log.tell("dump", detail)
 
     def compile_again(self, why: str, given: Plan | None) -> None:
         """Compile with the plan ``given``, or solve again if None. The running code is replaced only on success."""
@@ -195,8 +193,8 @@ class PlannedGraph:
     def realize(self, plan: Plan) -> None:
         """Put in force a plan that the code realizes as it is."""
         self.compiled = replace(self.compiled, plan=plan)
-        if self._dump is not None:
-            self._dump.write_plan(plan)
+        if self.compiler.dump is not None:
+            self.compiler.dump.write_plan(plan)
 
     def retire(self) -> None:
         """Release the code, because a newer graph has taken over the state."""
@@ -286,8 +284,8 @@ class PlannedGraph:
         controller.settle()
         if not controller.step:
             self._model.share_scales(self)
-        if self._dump is not None:
-            self._dump.write_stats(controller, step=controller.latest_step)
+        if self.compiler.dump is not None:
+            self.compiler.dump.write_stats(controller, step=controller.latest_step)
         self._model.share_promotions(self)
         controller.step += steps
         self._changes.follow(controller)

@@ -29,8 +29,10 @@ def steppers_of(optimizer: object) -> Sequence[Stepper]:
     found = [one for one in given if isinstance(one, Stepper)]
     if not found or len(found) < len(given):
         other = next((one for one in given if one not in found), optimizer)
+        name = type(other).__name__
+        way = f"fxprec.optim.{name}" if name in _OURS else "an AdamW, Lion, Muon or SGD of fxprec.optim, a list of them"
         why = "and backward can only run steps of fxprec.optim"
-        raise ConfigError(f"optimizer is {_named(other)}, {why}; {_instead_of(other)}")
+        raise ConfigError(f"optimizer is {_named(other)}, {why}; give it {way}, or leave it out")
     return found
 
 
@@ -40,13 +42,6 @@ def _named(optimizer: object) -> str:
     module = kind.__module__
     name = "torch.optim" if module.startswith("torch.optim.") else module
     return kind.__name__ if module == "builtins" else f"{name}.{kind.__name__}"
-
-
-def _instead_of(optimizer: object) -> str:
-    name = type(optimizer).__name__
-    if name in _OURS:
-        return f"give it fxprec.optim.{name}, or leave it out"
-    return "give it an AdamW, Lion, Muon or SGD of fxprec.optim, a list of them, or leave it out"
 
 
 _OURS = ("AdamW", "Lion", "Muon", "SGD")
