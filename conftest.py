@@ -27,7 +27,7 @@ with warnings.catch_warnings():
     import torch._dynamo.guards
     import torch._inductor.compile_fx
 
-    from fxprec.driver import option_checks, warm_start
+    from fxprec.driver import compiled, option_checks
 
 from documents import mark_blocks
 from documents import pytest_collect_file as pytest_collect_file
@@ -91,7 +91,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> I
     if request.node.get_closest_marker("cpu_dependent"):
         plan_on(monkeypatch, AT_HAND)
     # No test takes what another, or the same one yesterday, has put into AOTAutograd's cache.
-    monkeypatch.setattr(warm_start, "sources", lambda: f"{_SESSION} {request.node.nodeid}")
+    monkeypatch.setattr(compiled, "sources", lambda: f"{_SESSION} {request.node.nodeid}")
     # Nor is a test told of allocators that the one before it asked for.
     monkeypatch.setattr(option_checks._process, "has_asked_for_system", False)
     # Nor does a backend of an earlier test, which an exception may keep alive, watch this one's optimizers.

@@ -18,7 +18,8 @@ import fxprec
 from benchmarks.memory.measure import peak_bytes
 from benchmarks.memory.pairs import loops_left_out
 from fxprec.driver import joint_compilation
-from fxprec.driver.attempts import ATTEMPTS, CodePeak, PeakAttempts
+from fxprec.driver.attempts import ATTEMPTS, PeakAttempts
+from fxprec.driver.compiled import CodePeak
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.memory import CompiledPeak, PlainHalf
 from fxprec.errors import BudgetError, FxprecWarning

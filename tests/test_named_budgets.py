@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import fxprec
 from benchmarks.options.networks import NETWORKS
-from fxprec.driver import enough
-from fxprec.driver.attempts import CodePeak, PeakAttempts
+from fxprec.driver import attempts
+from fxprec.driver.attempts import PeakAttempts
+from fxprec.driver.compiled import CodePeak
 from fxprec.driver.memory import CompiledPeak
 from fxprec.passes.crossings import peak_budget
 from fxprec.plan import PeakBytes
@@ -152,9 +153,9 @@ def test_a_graph_compiles_for_a_named_budget_so_often_at_most(
         tried.append(budget)
         raise out_of_reach(budget)
 
-    monkeypatch.setattr(enough, "_within", lambda compiler, budget: budget)
+    monkeypatch.setattr(attempts, "_within", lambda compiler, budget: budget)
     compiler: Any = SimpleNamespace(lowering=SimpleNamespace(device=torch.device(device)))
-    named = enough.confirmed(out_of_reach(1 << 20), compiler, compile_graph)
+    named = attempts.confirmed(out_of_reach(1 << 20), compiler, compile_graph)
     assert len(tried) == trials
     assert named.enough > tried[-1], "which was not enough"
     told = f"fxprec: peak_budget {1 << 20} bytes is out of reach; compiling within 1.00 MiB"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxprec
-from fxprec.driver.size_guards import SizeGuards
+from fxprec.driver.capture import SizeGuards
 
 
 def test_the_first_condition_that_sizes_break_is_named() -> None:

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 import fxprec
 from fxprec.config import Settings
-from fxprec.driver import compiler, memory, warm_start
-from fxprec.driver.attempts import CodePeak
+from fxprec.driver import compilation, compiled, memory
 from fxprec.driver.capture import Captured
+from fxprec.driver.compiled import CodePeak
 from fxprec.numerics import cpp, kept_text
 
 
@@ -51,7 +51,7 @@ def captured(layer: nn.Module, **options: Any) -> tuple[Captured, fxprec.Plan]:
 
 def key(capture: Captured, given: Any = None, trained: Any = (), more: Any = (), **options: Any) -> str:
     settings = Settings.of(fxprec.Config(**{"recipe": "hfp8", **options}))
-    return warm_start.plan_key(settings, capture, given, trained, more)
+    return compiled.plan_key(settings, capture, given, trained, more)
 
 
 OTHER: list[dict[str, Any]] = [
@@ -88,26 +88,26 @@ def test_the_key_has_all_that_a_plan_follows(monkeypatch: pytest.MonkeyPatch) ->
     assert key(capture) not in found
     before = key(capture)
     for name in ("sources", "machine"):
-        monkeypatch.setattr(warm_start, name, lambda *args: "another")
+        monkeypatch.setattr(compiled, name, lambda *args: "another")
         assert key(capture) != before
 
 
 def test_every_source_file_is_in_the_key(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     looked_at: list[str] = []
-    monkeypatch.setattr(warm_start, "_hash_of", lambda paths: looked_at.extend(map(str, paths)))
-    warm_start.sources.__wrapped__()
+    monkeypatch.setattr(compiled, "_hash_of", lambda paths: looked_at.extend(map(str, paths)))
+    compiled.sources.__wrapped__()
     for name in ("driver/compilation.py", "compat/tiling.py", "codec.py", "low_gemms.py", "kernels.cpp", "costs.json"):
         assert any(path.endswith(name) for path in looked_at), name
 
 
 def test_a_changed_file_changes_the_hash(tmp_path: Any) -> None:
     (tmp_path / "a.py").write_text("x = 1")
-    before = warm_start._hash_of(warm_start._files(tmp_path))
+    before = compiled._hash_of(compiled._files(tmp_path))
     (tmp_path / "a.py").write_text("x = 2")
-    changed = warm_start._hash_of(warm_start._files(tmp_path))
+    changed = compiled._hash_of(compiled._files(tmp_path))
     (tmp_path / "a.py").rename(tmp_path / "b.py")
-    assert len({before, changed, warm_start._hash_of(warm_start._files(tmp_path))}) == 3
+    assert len({before, changed, compiled._hash_of(compiled._files(tmp_path))}) == 3
 
 
 def test_bytecode_that_another_process_is_writing_is_not_read(tmp_path: Any) -> None:
@@ -116,7 +116,7 @@ def test_bytecode_that_another_process_is_writing_is_not_read(tmp_path: Any) -> 
     cache.mkdir()
     (cache / "a.cpython-311.pyc").touch()
     (cache / "a.cpython-311.pyc.140004625793072").touch()
-    assert [*warm_start._files(tmp_path)] == [tmp_path / "a.py"]
+    assert [*compiled._files(tmp_path)] == [tmp_path / "a.py"]
 
 
 def test_a_start_imports_no_pass_and_no_page() -> None:
@@ -165,8 +165,8 @@ def hits_and_misses() -> tuple[int, int]:
 def check_equal_layers() -> None:
     """Run in a process of its own: what tests before it leave in this one is no part of the statement."""
     keys: list[str] = []
-    asked, options = compiler.plan_key, {"recipe": "hfp8"}
-    compiler.plan_key = lambda *facts: (keys.append(asked(*facts)), keys[-1])[1]
+    asked, options = compilation.plan_key, {"recipe": "hfp8"}
+    compilation.plan_key = lambda *facts: (keys.append(asked(*facts)), keys[-1])[1]
     first = TanhLayer()
     layers = [first, *(copy.deepcopy(first) for _ in range(3))]
     for layer in layers[:2]:
@@ -178,7 +178,7 @@ def check_equal_layers() -> None:
     assert hits_and_misses() == (1, 1), dict(torch._dynamo.utils.counters)
     results.append(step(layers[2]))
     assert hits_and_misses() == (1, 2), "another option"
-    warm_start.sources = lambda: "changed"
+    compiled.sources = lambda: "changed"
     results.append(step(layers[3]))
     assert hits_and_misses() == (1, 3), "another source file"
     for result in results[1:]:
@@ -276,7 +276,7 @@ def test_equal_gpus_share_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
         known = {"name": "NVIDIA H100", "major": 9, "minor": 0, "total_memory": 80 << 30, "multi_processor_count": 132}
         found = Properties(**known | {"uuid": "GPU-1", "pci_bus_id": 1} | other)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-        return warm_start.machine(torch.device("cuda"))
+        return compiled.machine(torch.device("cuda"))
 
     assert key() == key(uuid="GPU-2", pci_bus_id=2)
     assert len({key(), key(total_memory=40 << 30), key(multi_processor_count=114), key(name="NVIDIA H200")}) == 4

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxprec.diagnosis.lab import Cast, Read
-from fxprec.driver.rounding_bias import cast_bias
+from fxprec.driver.numerics_watch import cast_bias
 from fxprec.ir.symbolic import CARRIED, DEQUANTIZE, QUANTIZE, TENSOR_SCALE, Dequantize, is_in_blocks
 from fxprec.numerics.bias import Bias
 from fxprec.numerics.blocks import AnyFormat, BlockFormat, find

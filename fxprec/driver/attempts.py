@@ -1,25 +1,42 @@
 """Check ``activation_budget`` and ``peak_budget`` against compiled code, for one graph.
 
 A plan predicts the bytes that it saves and its peak. The partitioned graph and the compiled halves show the real
-numbers. If a real number is above the budget, another plan is made with a tighter bound.
+numbers. If a real number is above the budget, another plan is made with a tighter bound. If no plan is within the
+budget, the `BudgetError` names a larger budget as enough. The graph is compiled within that one before, because the
+code may hold more than its plan predicts. The code is not run; Inductor's cache keeps it for the run that is given the
+budget.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from fxprec.config import Settings
+from fxprec.config.settings import PeakBudget
+from fxprec.driver.compiled import CodePeak
 from fxprec.driver.event_log import EventLog
+from fxprec.driver.lowering import Lowering
+from fxprec.driver.progress import say
 from fxprec.errors import BudgetError
 from fxprec.passes.budget_part import BudgetPart
 from fxprec.passes.crossings.reserve import enough_for
 from fxprec.passes.notice import budget_text, hold_less, readable
 from fxprec.plan import PeakBytes, Plan
 from fxprec.plan.rows import LIVE
+from fxprec.runtime.stats import StatsQueue
+
+if TYPE_CHECKING:
+    from fxprec.driver.compilation import Compiler
 
 ATTEMPTS = 5  # plans made for one peak budget, each compiled; the second nearly always fits
 _SLACK = 0.02  # share of an activation budget by which a plan may overpredict without another attempt
 SAVED_ATTEMPTS = 4  # plans made for one activation budget; the first shows what is saved besides, so the second fits
+_TRIALS = 6
+_TRIALS_ON_GPU = 2  # a graph compiles for minutes there; what was planned and allocated differed by 0.5 % at most
+_EXACT = 3  # trials of what the trial before says; later ones add a share to it
+_SHARE = 0.01
 
 
 class SavedAttempts:
@@ -68,20 +85,6 @@ class SavedAttempts:
         )
         self.log.warn(f"activation_budget {readable(budget)}: {detail}")
         self.log.note("fallback", self.log.name, detail, step=step)
-
-
-@dataclass(frozen=True)
-class CodePeak:
-    """The peak of a compiled step, as its code allocates; the cache stores it beside the code."""
-
-    bytes: int | None
-    """None if the code was not understood."""
-    waiting: int
-    """Bytes that are live between the halves."""
-    live: tuple[int, ...]
-    """Live bytes at up to 100 moments of the step."""
-    unread: str
-    """Why the code was not understood; empty if it was."""
 
 
 class PeakAttempts:
@@ -153,3 +156,63 @@ class PeakAttempts:
             self.log.warn(f"peak_budget {readable(planned.budget)}: {detail}")
             self.log.note("fallback", self.log.name, detail, step=step)
         return replace(planned, compiled=held)
+
+
+class _QuietLog(EventLog):
+    """A log of what nobody runs."""
+
+    def warn(self, message: str) -> None:
+        """Do nothing."""
+
+
+def can_confirm(compiler: Compiler, error: BudgetError) -> bool:
+    """Return whether compiling shows if the budget that ``error`` names is enough."""
+    lowering = compiler.lowering
+    is_measured = lowering.name != "eager" and not lowering.is_interpreted and not compiler.plans_only
+    return bool(error.enough) and compiler.confirms and is_measured and not compiler.peak.part.shares
+
+
+def confirmed(error: BudgetError, compiler: Compiler, compile_graph: Callable[[Compiler], object]) -> BudgetError:
+    """Return the error with a budget within which ``compile_graph`` succeeds; as it is if compiling fails otherwise."""
+    wanted = error.enough
+    say(f"peak_budget {error.asked} is out of reach; compiling within {readable(wanted)} to see if that is enough")
+    for trial in range(_TRIALS if compiler.lowering.device.type == "cpu" else _TRIALS_ON_GPU):
+        try:
+            compile_graph(_within(compiler, wanted))
+        except BudgetError as again:
+            more = int(_SHARE * wanted) if trial >= _EXACT else 1
+            wanted = max(again.enough, wanted + more)
+        except Exception:  # what it is shows when the budget is given
+            return error
+        else:
+            break
+    return error if wanted == error.enough else _naming(error, wanted)
+
+
+def _within(compiler: Compiler, budget: int) -> Compiler:
+    """Return a compiler for another peak budget that changes nothing of the given one's."""
+    log, asked = _QuietLog(compiler.log.name, strict=False), compiler.settings.peak_budget
+    in_bytes = asked is not None and asked.has_libraries and not asked.is_share
+    settings = replace(compiler.settings, peak_budget=PeakBudget(budget, has_libraries=in_bytes))
+    return replace(
+        compiler,
+        settings=settings,
+        lowering=Lowering(settings.asked, compiler.lowering.device, log.notice),
+        budget=SavedAttempts(settings, log),
+        peak=PeakAttempts(log),
+        log=log,
+        tried=[],
+        queue=StatsQueue(),
+        dump=None,
+        recorder=None,
+        tensors=None,
+        numerics=None,
+        memory=None,
+        updates=compiler.updates if compiler.recorder is None else None,
+        confirms=False,
+    )
+
+
+def _naming(error: BudgetError, wanted: int) -> BudgetError:
+    found, said = f"{error.found}, and {readable(wanted)} as compiled", f"to {budget_text(wanted, error.high)}"
+    return BudgetError.of_peak(error.asked, found, wanted, said, error.ways, high=error.high)

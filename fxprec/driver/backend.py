@@ -16,6 +16,7 @@ from fxprec.config.checks import byte_size
 from fxprec.config.contradictions import refuse_beside_step_budget
 from fxprec.config.grad_scaling import LossScaling
 from fxprec.driver import capture, saved_state
+from fxprec.driver.compilation import compile_unplanned
 from fxprec.driver.compiled import CompileReport
 from fxprec.driver.event_log import EventLog, warn_user
 from fxprec.driver.graph import PlannedGraph
@@ -29,7 +30,6 @@ from fxprec.driver.option_checks import (
     want_whole_graphs,
 )
 from fxprec.driver.uncompiled import WATCH, Frames, Watched
-from fxprec.driver.unplanned import unplanned
 from fxprec.errors import ConfigError, FxprecError, LoweringError, NonfiniteError
 from fxprec.plan import Plan, shown
 from fxprec.plan.edits import as_edited
@@ -94,7 +94,7 @@ class Backend(Watched):
         self._losses = LossWatch()
         scaling = self._settings.grad_scaling
         is_dynamic = isinstance(scaling, LossScaling) and scaling.dynamic
-        self._skips = StepSkipper(self._controllers, self._log.tell) if is_dynamic else None
+        self._skips = StepSkipper(lambda: self.controllers, self._log.tell) if is_dynamic else None
         folder = dump or DumpFolder.of(self.config)
         if self.config.dump_tensors and folder is None:
             raise ConfigError("dump_tensors has no folder to write to; give dump='DIR' too")
@@ -127,7 +127,7 @@ class Backend(Watched):
         tell_of_new_versions(self._log)
         tell_of_no_effect(self._settings, self._log, is_planned=self._is_planned, given=self._given_plan)
         if not self._is_planned or not example_inputs:
-            return unplanned(gm, example_inputs, self.config)
+            return compile_unplanned(gm, example_inputs, self.config)
         want_whole_graphs(self._settings)
         captured = capture.Captured.take(gm, example_inputs)
         refuse_capture(captured.device, "fxprec compiles a model", NO_CAPTURE)
@@ -160,10 +160,7 @@ class Backend(Watched):
     @property
     def controllers(self) -> tuple[Controller, ...]:
         """The controller (plan, statistics, step) of every graph that has a plan, in compile order."""
-        return tuple(self._controllers())
-
-    def _controllers(self) -> list[Controller]:
-        return [graph.controller for graph in self._model.live if graph.controller is not None]
+        return tuple(graph.controller for graph in self._model.live if graph.controller is not None)
 
     def reset(self) -> None:
         """Drop the compiled graphs; ``torch.compiler.reset()`` calls this. A graph traced next inherits their state."""
@@ -199,7 +196,7 @@ class Backend(Watched):
     @property
     def departures(self) -> tuple[Departure, ...]:
         """For each inf, NaN or loss jump: the tensor that left its range first, with statistics of 200 steps."""
-        found = [departure for controller in self._controllers() for departure in controller.departures]
+        found = [departure for controller in self.controllers for departure in controller.departures]
         return tuple(sorted(found, key=lambda d: d.seen_at))
 
     def stats(self, *, wait: bool = True) -> list[dict[str, Any]]:
@@ -259,9 +256,9 @@ class Backend(Watched):
         if self.config.on_nonfinite == "ignore":
             return
         self._losses.note(self._step(), loss)
-        late = max((steps_late(controller.device) for controller in self._controllers()), default=1)
+        late = max((steps_late(controller.device) for controller in self.controllers), default=1)
         for jump in self._losses.jumps(before=self._step() + 1 - late):
-            _tell_of_jump(jump, self._controllers(), self._log, self.config.on_nonfinite)
+            _tell_of_jump(jump, self.controllers, self._log, self.config.on_nonfinite)
 
     @property
     def attention_logits(self) -> dict[str, tuple[tuple[int, float], ...]]:
@@ -275,18 +272,16 @@ class Backend(Watched):
     @contextmanager
     def recording(self, recorder: Recorder) -> Iterator[int]:
         """Run training graphs with the reference lowering and let ``recorder`` see the steps. Yield how many graphs."""
-        from fxprec.driver.recorded import recorded  # imported here: few runs need it
-
         graphs = [graph for graph in self._model.live if graph.is_training and graph.controller is not None]
         with ExitStack() as stack:
             for graph in graphs:
-                stack.enter_context(recorded(graph, recorder))
+                stack.enter_context(graph.recorded(recorder))
             yield len(graphs)
 
     @contextmanager
     def unnoticed(self) -> Iterator[None]:
         """Count no steps and take no statistics inside the context: the calls in it are not training."""
-        steps = [(controller, controller.step) for controller in self._controllers()]
+        steps = [(controller, controller.step) for controller in self.controllers]
         with ExitStack() as stack:
             for controller, _ in steps:
                 controller.catch_up()
@@ -312,7 +307,7 @@ class Backend(Watched):
 
         This also happens every `GradScaling.interval` steps. With a loss scale, nothing is measured.
         """
-        for controller in self._controllers():
+        for controller in self.controllers:
             if controller.keeper is not None:
                 controller.keeper.ask()
 
@@ -334,7 +329,7 @@ class Backend(Watched):
         The keys are the same before and after compilation, because ``torch.distributed.checkpoint`` requires that. The
         result includes states that were loaded for graphs that are not compiled yet.
         """
-        for controller in self._controllers():
+        for controller in self.controllers:
             controller.catch_up()
         return saved_state.packed(self._model.states())
 
@@ -364,7 +359,7 @@ class Backend(Watched):
         return shown.html(self.latest_plans, f"Backend, step {self._step()}; training graphs: {len(self.plans)}")
 
     def _step(self) -> int:
-        return max((controller.step for controller in self._controllers()), default=0)
+        return max((controller.step for controller in self.controllers), default=0)
 
     def __reduce__(self) -> Any:
         """Copy or pickle config, plans and scales, but no code: the copy compiles again."""

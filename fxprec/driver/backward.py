@@ -16,28 +16,6 @@ from fxprec.errors import DoubleBackwardError, ModifiedInPlaceError
 from fxprec.passes.analysis.inputs import GraphInput
 
 
-class Steps:
-    """Whether a call of a graph is a forward or a recomputation, and which call applies statistics.
-
-    A reentrant checkpoint runs its forward without gradients, in another graph. All calls of the training graph are
-    then recomputations, and each backward pass with such a call is a step. If that other graph is compiled too, its
-    forwards apply the statistics.
-    """
-
-    def __init__(self) -> None:
-        self.runs_forward = False
-        """Whether the graph was called outside of backward."""
-        self.settles_in_forward = False
-        """Whether a graph that is only recomputed applies its statistics as a forward of another graph begins."""
-        self._backward_id = -1
-
-    def settle_in_backward(self) -> bool:
-        """Return whether a call inside a backward pass applies statistics: the pass's first, if no forward does."""
-        is_first = not self.settles_in_forward and self._backward_id != compat.backward_id()
-        self._backward_id = compat.backward_id()
-        return is_first
-
-
 @dataclass(frozen=True)
 class Version:
     """The code and the scale table of one forward; without them the graph as it was captured."""
@@ -100,33 +78,33 @@ class InputVersions:
             tensor = args[i]
             if isinstance(tensor, torch.Tensor) and not tensor.is_inference():  # inference tensors have no version
                 self._seen.append((i, weakref.ref(tensor), tensor._version))
-        self._checked = -1  # number of the backward pass
 
     def check(self) -> None:
-        """Raise `ModifiedInPlaceError` if a tensor has been modified since the forward."""
-        if self._checked == compat.backward_id():
-            return
-        for i, reference, version in self._seen:
-            tensor = reference()
-            if tensor is not None and tensor._version != version:
-                raise ModifiedInPlaceError(_message(self._inputs[i], version, tensor._version))
-        self._checked = compat.backward_id()
-
-
-def check_backward(results: object, versions: InputVersions) -> None:
-    """Add hooks that raise `DoubleBackwardError` or `ModifiedInPlaceError` before the graph's backward runs."""
-
-    def check(grad: torch.Tensor) -> None:
+        """Raise `DoubleBackwardError` under ``create_graph``, or `ModifiedInPlaceError` for a tensor modified since."""
         if torch.is_grad_enabled():
             raise DoubleBackwardError(
                 "backward(create_graph=True) went into a graph compiled by fxprec, and compiled graphs have no second "
                 "derivatives; leave create_graph out, or run this part of the model uncompiled (torch.compiler.disable)"
             )
-        versions.check()
+        for i, reference, version in self._seen:
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                raise ModifiedInPlaceError(_message(self._inputs[i], version, tensor._version))
+
+
+def before_backward(results: object, check: Callable[[], None]) -> None:
+    """Call ``check`` once in each backward pass into a graph with these results, before the graph's backward runs."""
+    seen = -1
+
+    def hook(grad: torch.Tensor) -> None:
+        nonlocal seen
+        if seen != compat.backward_id():
+            check()
+            seen = compat.backward_id()
 
     for result in results if isinstance(results, list | tuple) else [results]:
         if isinstance(result, torch.Tensor) and result.requires_grad:
-            compat.on_gradient(result, check)
+            compat.on_gradient(result, hook)
 
 
 def _message(known: GraphInput, before: int, now: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,6 +26,29 @@ SUPPORTED_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
+class SizeGuards:
+    """Conditions on the sizes among a graph's inputs, which Inductor added while it compiled outside of Dynamo.
+
+    Dynamo checks the guards of the first compilation, which it called for. A later compilation (a promotion, a solved
+    calibration) uses the same symbols, but Dynamo has already built its checks. So fxprec checks the later guards.
+    """
+
+    symbols: tuple[tuple[int, sympy.Symbol], ...]
+    """The position of each input that is a size, and its symbol."""
+    conditions: tuple[sympy.Basic, ...]
+    _known: dict[tuple[int, ...], str] = field(default_factory=dict)
+
+    def broken_by(self, args: Sequence[object]) -> str:
+        """Return the first condition that the arguments break, or ``""``. A condition that is undecided is broken."""
+        sizes = tuple(int(args[i]) for i, _ in self.symbols)  # type: ignore[call-overload]
+        if sizes not in self._known:
+            values = {symbol: sympy.Integer(size) for (_, symbol), size in zip(self.symbols, sizes, strict=True)}
+            broken = (str(c) for c in self.conditions if c.xreplace(values) != sympy.true)
+            self._known[sizes] = next(broken, "")
+        return self._known[sizes]
+
+
+@dataclass(frozen=True)
 class Captured:
     """Dynamo's graph and its example inputs. The graph is never edited: each compilation edits a copy."""
 
@@ -44,19 +67,26 @@ class Captured:
     def take(cls, gm: GraphModule, examples: Sequence[Any]) -> Captured:
         """Copy the graph and its context. Raises `LoweringError` for a device that fxprec cannot lower to."""
         calls = sum(n.op not in ("placeholder", "output") for n in gm.graph.nodes)
+        known = [(_describe(n), n.meta.get("example_value")) for n in _placeholders(gm.graph)]
+        identity = Identity(
+            is_training=torch.is_grad_enabled()
+            and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples),
+            parameters=tuple(of.name for of, _ in known if of.kind == "param"),
+            inputs=tuple(_shape(x) for of, x in known if of.kind == "input" and isinstance(x, torch.Tensor)),
+        )
+        # The fake mode of the inputs' fake values: no other mode knows the symbol of a Python float input.
+        modes = (mode for _, x in known if (mode := compat.fake_mode_of(x)) is not None)
         device = _device(examples)
-        capacity = max(256, 1 << (4 * calls + 2 * len(examples)).bit_length())
-        identity = Identity(_is_training(examples), _parameters(gm.graph), _shapes(gm.graph))
         return cls(
             compat.copied(gm),
             list(examples),
             device,
-            _fake_mode(gm.graph),
-            capacity,
-            compat.Ambient.now(device),
-            identity,
-            compat.ends_in_break(gm),
-            compat.traced_model(),
+            next(modes, compat.current_fake_mode()),
+            capacity=max(256, 1 << (4 * calls + 2 * len(examples)).bit_length()),
+            ambient=compat.Ambient.now(device),
+            identity=identity,
+            is_cut=compat.ends_in_break(gm),
+            model=compat.traced_model(),
         )
 
     @cached_property
@@ -69,9 +99,13 @@ class Captured:
         self.examples.clear()
         self.num_guards.append(len(compat.size_guards(self.fake_mode)))
 
-    def guards_since_dynamo(self) -> tuple[sympy.Basic, ...]:
-        """Return the guards on sizes that compilations outside of Dynamo have added."""
-        return compat.size_guards(self.fake_mode)[self.num_guards[0] :] if self.num_guards else ()
+    def guards_since_dynamo(self) -> SizeGuards | None:
+        """Return the guards on sizes that compilations outside of Dynamo have added; None if there are none."""
+        conditions = compat.size_guards(self.fake_mode)[self.num_guards[0] :] if self.num_guards else ()
+        if not conditions:
+            return None
+        inputs = enumerate(self.fake_examples)
+        return SizeGuards(tuple((i, s) for i, x in inputs if (s := compat.symbol_of(x)) is not None), conditions)
 
     @property
     def fake_examples(self) -> list[Any]:
@@ -136,31 +170,9 @@ def _placeholders(graph: Graph) -> list[Node]:
     return list(graph.find_nodes(op="placeholder"))
 
 
-def _is_training(examples: Sequence[Any]) -> bool:
-    """Return whether AOTAutograd will trace a backward half."""
-    return torch.is_grad_enabled() and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples)
-
-
-def _parameters(graph: Graph) -> tuple[str, ...]:
-    return tuple(known.name for known in map(_describe, _placeholders(graph)) if known.kind == "param")
-
-
-def _shapes(graph: Graph) -> tuple[Shape, ...]:
-    """Return dtype and sizes of the inputs that are not parameters or buffers; -1 is a dynamic size."""
-    nodes = (node for node in _placeholders(graph) if _describe(node).kind == "input")
-    values = (node.meta.get("example_value") for node in nodes)
-    return tuple(
-        (str(v.dtype), *(size if type(size) is int else -1 for size in v.shape))
-        for v in values
-        if isinstance(v, torch.Tensor)
-    )
-
-
-def _fake_mode(graph: Graph) -> compat.FakeTensorMode | None:
-    """Return the fake mode of the inputs' fake values: no other mode knows the symbol of a Python float input."""
-    values = (n.meta.get("example_value") for n in _placeholders(graph))
-    modes = (mode for v in values if (mode := compat.fake_mode_of(v)) is not None)
-    return next(modes, compat.current_fake_mode())
+def _shape(x: torch.Tensor) -> Shape:
+    """Return dtype and sizes; -1 is a dynamic size."""
+    return (str(x.dtype), *(size if type(size) is int else -1 for size in x.shape))
 
 
 def _device(examples: Sequence[Any]) -> torch.device:
@@ -205,16 +217,10 @@ def _local_name(path: str) -> str:
 class Parameters:
     """The parameters of one layer, by name. ``changed`` is called when the layer's parameters become others."""
 
-    def __init__(self, names: Mapping[int, str], args: Sequence[Any], changed: Callable[[], None]) -> None:
-        self._names, self._changed = names, changed
-        self._own: dict[int, Callable[[], Parameter | None]] = {
-            i: _ref(args[i]) for i in names if isinstance(args[i], Parameter)
-        }
-
-    @staticmethod
-    def names_of(inputs: Sequence[GraphInput]) -> dict[int, str]:
-        """Return the names of a graph's parameters by position among its arguments."""
-        return {i: known.name for i, known in enumerate(inputs) if known.kind == "param"}
+    def __init__(self, inputs: Sequence[GraphInput], args: Sequence[Any], changed: Callable[[], None]) -> None:
+        self._names = {i: known.name for i, known in enumerate(inputs) if known.kind == "param"}
+        self._changed = changed
+        self._own = {i: _ref(args[i]) for i in self._names if isinstance(args[i], Parameter)}
 
     def may_be(self, args: Sequence[Any]) -> bool:
         """Return whether ``args`` can be a call of this layer: no live parameter of it is replaced by another there.
@@ -253,8 +259,4 @@ def _ref(parameter: Parameter) -> Callable[[], Parameter | None]:
 
     Dynamo's DDP optimizer passes a fake parameter. The reference to it is empty, so the first real one takes its place.
     """
-    return _none if isinstance(parameter, compat.FakeTensor) else weakref.ref(parameter)
-
-
-def _none() -> None:
-    return None
+    return (lambda: None) if isinstance(parameter, compat.FakeTensor) else weakref.ref(parameter)

@@ -1,28 +1,43 @@
-"""The result of compiling a captured graph: one immutable value, which the cache stores and a graph swaps whole."""
+"""The result of compiling a captured graph: one immutable value, which a graph swaps whole and the cache stores.
+
+AOTAutograd's cache keeps code, plan and promotions, so that a second process neither traces nor plans. What is stored
+depends on the key alone: the key covers everything that a plan depends on, fxprec's sources too.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import platform
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from fxprec import compat, passes, runtime
 from fxprec.config import Settings
 from fxprec.config.grad_scaling import LossScaling
+from fxprec.config.processor import Processor
+from fxprec.driver.event_log import Said
 from fxprec.driver.wrappers import Run
+from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.passes.pass_report import PassReport
 from fxprec.plan import Plan
+from fxprec.plan.files import dumps
 from fxprec.plan.scales import ScaleGraph
 from fxprec.runtime.controller import Controller, Rules
 from fxprec.runtime.nonfinite import NonfiniteWatch
-from fxprec.runtime.scaling import keeper
 from fxprec.runtime.scaling.copies import CopyScales
-from fxprec.runtime.scaling.keeper import Keeper
+from fxprec.runtime.scaling.keeper import Keeper, keeper_of
 from fxprec.runtime.stats import StatsQueue
 
 if TYPE_CHECKING:
-    from fxprec.driver.size_guards import SizeGuards
+    from fxprec.driver.capture import Captured, SizeGuards
     from fxprec.passes.analysis.replay.other_sizes import OtherSizes
 
 
@@ -52,6 +67,39 @@ class Compiled:
     """One report per pass; empty if the code comes from the cache."""
     run: Run | None = None
     """Takes the graph's inputs and the scale table; None until both halves are compiled."""
+
+
+@dataclass(frozen=True)
+class CodePeak:
+    """The peak of a compiled step, as its code allocates; the cache stores it beside the code."""
+
+    bytes: int | None
+    """None if the code was not understood."""
+    waiting: int
+    """Bytes that are live between the halves."""
+    live: tuple[int, ...]
+    """Live bytes at up to 100 moments of the step."""
+    unread: str
+    """Why the code was not understood; empty if it was."""
+
+
+@dataclass(frozen=True)
+class KnownHalf:
+    """Plain data that is stored beside the code of a half, so that a process can run the half."""
+
+    name: str
+    """``"forward"`` or ``"backward"``."""
+    lowered: Lowered
+    num_outputs: int
+    """Number of the half's own outputs, which come before the statistics that are appended."""
+    said: tuple[Said, ...]
+    """Events of the compilation; each process that takes the code from the cache repeats the events."""
+    donated: tuple[int, ...]
+    """Positions of the inputs that the code may overwrite."""
+    graph: Compiled
+    """The graph as known when the half was compiled; the backward half's says how both halves were lowered."""
+    peak: CodePeak | None = None
+    """The peak of both halves under a peak budget, with the backward half. It may be above the budget."""
 
 
 @dataclass(frozen=True)
@@ -90,28 +138,79 @@ def controller_of(compiled: Compiled, settings: Settings, device: torch.device, 
     """Return the controller of compiled code: it keeps plan and statistics during training."""
     assert compiled.plan is not None
     action, has_true_infs = settings.asked.on_nonfinite, not isinstance(settings.grad_scaling, LossScaling)
+    gradients, copies = keepers_of(compiled, settings)
     return Controller(
         compiled.plan,
         Rules(promote_above=settings.asked.promote_above, hi=settings.recipe.hi.name),
         compiled.capacity,
         device,
-        keeper=keeper_of(compiled, settings),
-        copies=copies_of(compiled, settings),
+        keeper=gradients,
+        copies=copies,
         queue=queue,
         nonfinite=None if action == "ignore" else NonfiniteWatch(gradients=has_true_infs, action=action),
     )
 
 
-def keeper_of(compiled: Compiled, settings: Settings) -> Keeper | None:
-    """Return the keeper of compiled code's gradient scales during training; None if no gradient has a scale."""
-    scaling = settings.grad_scaling
-    if compiled.scales is None or not compiled.scales.variables or scaling is None:
-        return None
-    return keeper.keeper_of(scaling, compiled.scales, settings.asked.promote_above)
+def keepers_of(compiled: Compiled, settings: Settings) -> tuple[Keeper | None, CopyScales | None]:
+    """Return what keeps the scales of gradients, and of stored copies, during training; None if none has a scale."""
+    scales, scaling, above = compiled.scales, settings.grad_scaling, settings.asked.promote_above
+    if scales is None:
+        return None, None
+    gradients = keeper_of(scaling, scales, above) if scales.variables and scaling is not None else None
+    return gradients, CopyScales(scales, above) if scales.copies else None
 
 
-def copies_of(compiled: Compiled, settings: Settings) -> CopyScales | None:
-    """Return the keeper of the scales of stored copies; None if no copy has a scale."""
-    if compiled.scales is None or not compiled.scales.copies:
-        return None
-    return CopyScales(compiled.scales, settings.asked.promote_above)
+def plan_key(
+    settings: Settings, captured: Captured, given: Plan | None, trained: Sequence[Plan], more: Sequence[object]
+) -> str:
+    """Return a hash of everything that a plan depends on besides the graph's code, which torch's own key covers."""
+    key = hashlib.sha256(sources().encode())
+    facts = (
+        settings.asked.to_dict() | {"storage": settings.storage},
+        None if given is None else dumps(given),
+        [dumps(plan) for plan in trained],
+        [repr(known) for known in captured.inputs],
+        repr(captured.ambient),
+        machine(captured.device),
+        [str(fact) for fact in more],
+    )
+    texts = (json.dumps(fact, default=str) for fact in facts)
+    for fact in (*texts, *compat.traced_facts(captured.gm)):
+        key.update(fact.encode() + b"\0")
+    return f"fxprec-{key.hexdigest()}"
+
+
+def machine(device: torch.device) -> str:
+    """Return facts of the machine that a plan or its code may depend on and that torch's key leaves out."""
+    facts = [platform.python_version(), np.__version__, Processor.here(), platform.machine()]
+    if device.type == "cuda":  # what equal GPUs share: torch's own text of a GPU has its serial number and bus address
+        gpu = torch.cuda.get_device_properties(device)
+        facts += [gpu.name, gpu.major, gpu.minor, gpu.total_memory, gpu.multi_processor_count]
+    return " ".join(map(str, facts))
+
+
+@cache
+def sources() -> str:
+    """Return a hash of every source file of fxprec, so that changed sources do not get old code from the cache."""
+    folders = (Path(compat.__file__).parents[1], *(Path(p) for package in (passes, runtime) for p in package.__path__))
+    return _hash_of(path for folder in folders for path in _files(folder))
+
+
+@cache
+def codegen_sources() -> str:
+    """Return a hash of the source files that affect which code Inductor generates for a lowered graph."""
+    analysis = Path(passes.__path__[0], "analysis")
+    order = (analysis / "kernel_order.py", analysis / "replay" / "kernels.py", analysis / "replay" / "workspace.py")
+    return _hash_of([*_files(Path(compat.__file__).parent), *order, Path(__file__).with_name("half_compilation.py")])
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Iterate over source files. Bytecode is left out: another process may be writing it under temporary names."""
+    return (path for path in folder.rglob("*") if path.parent.name != "__pycache__" and path.is_file())
+
+
+def _hash_of(paths: Iterable[Path]) -> str:
+    found = hashlib.sha256()
+    for path in sorted(paths):
+        found.update(path.name.encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()

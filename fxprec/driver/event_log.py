@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -36,6 +36,14 @@ class EventLog:
         finally:
             self._heard = before
 
+    def repeat(self, said: Iterable[Said], step: int) -> None:
+        """Note and tell again what `heard` collected in another process. Raises `FallbackError` under ``strict``."""
+        for kind, site, detail in said:
+            if kind == "fallback":
+                self.tell(site, detail, step=step)
+            else:
+                self.note(kind, site, detail, step=step)
+
     def note(self, kind: str, site: str, detail: str, *, step: int = 0) -> bool:
         """Record an event unless it is known, since re-lowering finds the same again. Return whether it is new."""
         event = Event(step, kind, site, detail)
@@ -51,10 +59,6 @@ class EventLog:
         """Warn of a request that was not fulfilled, and record it. Raises `FallbackError` under ``strict``."""
         if self._strict or self.note("fallback", site, detail, step=step):
             self.warn_of_loss(f"{site}: {detail}")
-
-    def fact(self, notice: Notice, *, step: int = 0) -> None:
-        """Record what the machine lacks. The request is fulfilled, so there is no warning, even under ``strict``."""
-        self.note("machine", notice.site, notice.detail, step=step)
 
     def notice(self, notice: Notice, *, step: int = 0) -> None:
         """Warn of a notice and record it, as `tell` does. Raises `FallbackError` under ``strict``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,6 @@ import torch
 from fxprec import compat
 from fxprec.config import Config
 from fxprec.driver.backend import Backend
-from fxprec.driver.sized import sized
 from fxprec.errors import BudgetError, ConfigError, either
 from fxprec.passes.crossings.reserve import ALLOWANCE
 from fxprec.passes.notice import readable
@@ -173,7 +173,7 @@ class _Trial:
 
     def make(self) -> object:
         """Return what the factory makes: a model and its inputs, in the wanted sizes. Planning raises for all else."""
-        made, sizes = sized(self.asked.factory, self.asked.target, self.wanted)
+        made, sizes = _sized(self.asked.factory, self.asked.target, self.wanted)
         if sizes is not None:
             self.step = _Step.of(self.asked, made[0], sizes, self.taker)
         return made
@@ -265,3 +265,59 @@ def _largest(first: Answer, size: int, step: int, answer: Callable[[int], Answer
         found = answer(tried * step)
         yield found
         fits, not_fits = (tried, not_fits) if found.fits else (fits, tried)
+
+
+def _sized(factory: Factory, target: str, wanted: Mapping[str, int]) -> tuple[Any, tuple[int, int] | None]:
+    """Return what the factory makes, and the first two dimensions of its first input; None if it makes no model.
+
+    ``wanted``: ``batch`` and ``sequence`` that replace these dimensions. They are given to a factory that has
+    parameters of these names; else its inputs are resized. Raises `ConfigError` if the second dimension is no sequence.
+    """
+    taken = {name: wanted[name] for name in inspect.signature(factory).parameters if name in wanted}
+    made = factory(**taken)
+    if not (isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
+        return made, None
+    model, inputs = made
+    if not isinstance(inputs, tuple | list | Mapping):
+        inputs = (inputs,)
+    shape = next((t.shape for t in _tensors(inputs) if t.dim()), torch.Size())
+    if "sequence" in wanted and "sequence" not in taken and not 2 <= len(shape) <= 3:
+        raise ConfigError(
+            f"target {target!r}: its first input has {len(shape)} dimensions, so the second is not a sequence length "
+            "that can be changed; give the factory a parameter named sequence"
+        )
+    sizes = [*shape[:2], 1, 1][:2]
+    for dim, name in enumerate(("batch", "sequence")):
+        size = wanted.get(name, sizes[dim])
+        if name not in taken:
+            inputs = _resized(inputs, dim, sizes[dim], size)
+        sizes[dim] = size
+    return (model, _placed(model, inputs)), (sizes[0], sizes[1])
+
+
+def _placed(model: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Move a "meta" model to a device that fxprec can plan for, in place, and return its inputs on that device."""
+    if not any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
+        return inputs
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    model._apply(lambda t: torch.empty_like(t, device=device))  # planning patches it to keep tied parameters tied
+    moved: tuple[Any, ...] = compat.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device=device), inputs)
+    return moved
+
+
+def _tensors(inputs: object) -> Iterator[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    compat.tree_map_only(torch.Tensor, found.append, inputs)
+    return iter(found)
+
+
+def _resized(inputs: tuple[Any, ...], dim: int, own: int, wanted: int) -> tuple[Any, ...]:
+    """Return inputs with dimension ``dim`` resized from ``own`` to ``wanted``; tensors of other length stay."""
+
+    def resized(t: torch.Tensor) -> torch.Tensor:
+        if t.dim() <= dim or t.shape[dim] != own or own == wanted:
+            return t
+        return t.new_empty((*t.shape[:dim], wanted, *t.shape[dim + 1 :]))
+
+    found: tuple[Any, ...] = compat.tree_map_only(torch.Tensor, resized, inputs)
+    return found

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 from fxprec import compat
 from fxprec.config.settings import PeakBudget
 from fxprec.driver import progress
-from fxprec.driver.backward import InFlight, InputVersions, Steps, Version, check_backward
+from fxprec.driver.backward import InFlight, InputVersions, Version, before_backward
 from fxprec.driver.capture import Captured, Parameters
-from fxprec.driver.compilation import compile_graph, look
-from fxprec.driver.compiled import Compiled, CompileReport, controller_of, copies_of, keeper_of
-from fxprec.driver.compiler import Compiler
+from fxprec.driver.compilation import Compiler, compile_graph, look
+from fxprec.driver.compiled import Compiled, CompileReport, controller_of, keepers_of
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.option_checks import refuse_offload
 from fxprec.driver.plan_changes import PlanChanges
 from fxprec.driver.saved_state import GraphState, SavedGraph
-from fxprec.errors import BudgetError
+from fxprec.errors import BudgetError, LoweringError
 from fxprec.passes.budget_part import BudgetPart
 from fxprec.passes.notice import readable
 from fxprec.plan import PeakBytes, Plan
@@ -34,6 +33,7 @@ from fxprec.runtime.stats import NO_CAPTURE
 
 if TYPE_CHECKING:
     from fxprec.driver.model import Model
+    from fxprec.driver.record import Recorder
     from fxprec.driver.step_budget import StepBudget
     from fxprec.report.folder import GraphDump
     from fxprec.runtime.optim.in_backward import InBackward
@@ -46,6 +46,10 @@ class PlannedGraph:
 
     The object keeps Dynamo's graph, so a promotion in real storage recompiles without retracing the user's code. A
     compilation replaces ``compiled`` only if it succeeds. The controller stays the same and adopts the new plan.
+
+    A reentrant checkpoint runs its forward without gradients, in another graph. All calls of the training graph are
+    then recomputations, and each backward pass with such a call is a step. If that other graph is compiled too, its
+    forwards apply the statistics.
     """
 
     compiled: Compiled
@@ -55,9 +59,12 @@ class PlannedGraph:
         self.ran_last = 0  # the model's call count at this graph's latest forward call
         self.is_replaced = False  # by a graph that was traced after torch.compiler.reset()
         self.controller: Controller | None = None
-        self._model, self._dump = model, dump
+        self._model = model
         self._log = EventLog(f"graph {self.index}", strict=model.settings.asked.strict)
-        self._steps, self._in_flight = Steps(), InFlight()
+        self.runs_forward = False  # whether it was called outside of backward
+        self.settles_in_forward = False  # only recomputed, and settled as a forward of another graph begins
+        self._backward_id = -1  # of the latest backward pass that recomputed it
+        self._in_flight = InFlight()
         self._seconds: tuple[float, ...] = ()  # one per compilation
         self._is_given = False  # the plan came from a file or a checkpoint
         self._within: Callable[[Callable[[StepBudget], None]], None] | None = None  # compiles under a step budget
@@ -70,7 +77,6 @@ class PlannedGraph:
             dump=dump,
             recorder=model.recorder,
         )
-        self.settings = self.compiler.settings
         self._changes = PlanChanges(self, model, self._log)
 
     @property
@@ -89,14 +95,9 @@ class PlannedGraph:
         return self.compiled.is_training
 
     @property
-    def runs_forward(self) -> bool:
-        """Whether it was called outside of backward."""
-        return self._steps.runs_forward
-
-    @property
     def folder(self) -> Path | None:
         """The folder that the graph is dumped to, or None."""
-        return None if self._dump is None else self._dump.path
+        return None if self.compiler.dump is None else self.compiler.dump.path
 
     @property
     def plan(self) -> Plan | None:
@@ -115,8 +116,8 @@ class PlannedGraph:
         """
         from fxprec.driver.updates import Updates  # imported here: few runs need it
 
-        plans_only = self._dump is not None and self._dump.plan_only
-        updates = Updates.of(binding, self.captured.inputs, args, self.settings, self._log, plans_only=plans_only)
+        settings, plans_only = self.compiler.settings, self.compiler.plans_only
+        updates = Updates.of(binding, self.captured.inputs, args, settings, self._log, plans_only=plans_only)
         self.compiler = replace(self.compiler, updates=updates)
         if self._model.step_budget is not None:
             from fxprec.driver.step_budget import StepBudget
@@ -127,7 +128,7 @@ class PlannedGraph:
                     f"{budget.said()}; a graph break splits the step, and a step budget does not bound what its graphs "
                     "hold together; compile the model without graph breaks, or give peak_budget"
                 )
-            self._within = partial(budget.first_that_fits, binding.optimizers)
+            self._within = budget.first_that_fits
 
     def compile(self, given: Plan | None) -> None:
         """Compile for the first time, with the plan ``given``, or with a plan that the passes solve for if None."""
@@ -138,26 +139,24 @@ class PlannedGraph:
 
     def _compile_within(self, given: Plan | None, budget: StepBudget) -> None:
         """Bound the peak by the bytes that weights and optimizer states leave of the step budget, and compile."""
-        self.settings = replace(self.compiler.settings, peak_budget=PeakBudget(budget.left))
-        self.compiler = replace(
-            self.compiler, settings=self.settings, whole_step=budget.for_plan, confirms=budget.is_last
-        )
+        settings = replace(self.compiler.settings, peak_budget=PeakBudget(budget.left))
+        self.compiler = replace(self.compiler, settings=settings, whole_step=budget.for_plan, confirms=budget.is_last)
         self._compile(given)
         self._log.note(
             "memory", self._log.name, f"{budget.said()}; {readable(budget.left)} are left for the rest of the step"
         )
 
     def _compile(self, given: Plan | None) -> None:
-        is_cut, plans_only = self.captured.is_cut, self._dump is not None and self._dump.plan_only
+        is_cut, plans_only = self.captured.is_cut, self.compiler.plans_only
         if not plans_only:
-            refuse_offload(self.captured.device, self.settings, given)
+            refuse_offload(self.captured.device, self.compiler.settings, given)
         part = BudgetPart(is_cut=is_cut) if plans_only else self._model.shared_peak.first_part(is_cut=is_cut)
         self._is_given = given is not None
         if given is None:
             self.compiler.peak.set_part(part)
         self._adopt(compile_graph(self.compiler, self.captured, given, 0))
-        if self._dump is not None:
-            self._dump.tell = lambda detail: self._log.tell("dump", detail)
+        if self.compiler.dump is not None:
+            self.compiler.dump.tell = lambda detail: self._log.tell("dump", detail)
 
     def compile_again(self, why: str, given: Plan | None) -> None:
         """Compile with the plan ``given``, or solve again if None. The running code is replaced only on success."""
@@ -178,10 +177,11 @@ class PlannedGraph:
             self.captured = replace(self.captured, capacity=compiled.capacity)
         if compiled.plan is None:  # a calibration step, or a graph without a plan
             return
+        settings = self.compiler.settings
         if self.controller is None:
-            self.controller = controller_of(compiled, self.settings, self.captured.device, self.compiler.queue)
+            self.controller = controller_of(compiled, settings, self.captured.device, self.compiler.queue)
         else:
-            keeper, copies = keeper_of(compiled, self.settings), copies_of(compiled, self.settings)
+            keeper, copies = keepers_of(compiled, settings)
             self.controller.adopt(compiled.plan, keeper, compiled.capacity, copies)
         if self.is_training and compiled.plan.sites:
             said = line((compiled.plan,), self._log.name if self.index else "")
@@ -193,8 +193,8 @@ class PlannedGraph:
     def realize(self, plan: Plan) -> None:
         """Put in force a plan that the code realizes as it is."""
         self.compiled = replace(self.compiled, plan=plan)
-        if self._dump is not None:
-            self._dump.write_plan(plan)
+        if self.compiler.dump is not None:
+            self.compiler.dump.write_plan(plan)
 
     def retire(self) -> None:
         """Release the code, because a newer graph has taken over the state."""
@@ -211,7 +211,7 @@ class PlannedGraph:
             return self._recompute(args)
         with self._model.lock:  # another thread must not promote in between; its compilations are not waited for
             if not self.runs_forward:
-                self._steps.runs_forward = True
+                self.runs_forward = True
                 self._model.changed()
             self._begin_step()
             version = self._version(args)
@@ -231,11 +231,12 @@ class PlannedGraph:
 
     def _recompute(self, args: Sequence[Any]) -> Any:
         """Run inside a backward pass, because a checkpoint around the compiled code recomputes its forward."""
-        if self._steps.runs_forward or not self.is_training:
+        if self.runs_forward or not self.is_training:
             version = self._in_flight.recomputed() or self._version(args)
             with self.compiler.queue.muted():
                 return version(*args)
-        if self._steps.settle_in_backward():
+        is_first, self._backward_id = self._backward_id != compat.backward_id(), compat.backward_id()
+        if is_first and not self.settles_in_forward:
             self._settle(steps=1)
         elif self.controller is not None:
             self.controller.step += 1
@@ -252,7 +253,7 @@ class PlannedGraph:
             self.compiler.updates.saw_forward(results)
         if self.controller is not None:
             if self.is_training:
-                check_backward(results, InputVersions(compiled.copied, self.captured.inputs, args))
+                before_backward(results, InputVersions(compiled.copied, self.captured.inputs, args).check)
                 if self.controller.plan.peak_bytes is not None:
                     self._model.shared_peak.saw(self, results)
                 self._model.saved_together.saw(self, results)
@@ -265,7 +266,7 @@ class PlannedGraph:
         self._model.calls += 1
         self.ran_last = self._model.calls
         for graph in self._model.only_recomputed:
-            graph._steps.settles_in_forward = True
+            graph.settles_in_forward = True
             graph._settle(steps=0)
         if not self.is_training:
             for graph in self._model.training_of(self):  # to evaluate alike whether or not state was saved
@@ -283,8 +284,8 @@ class PlannedGraph:
         controller.settle()
         if not controller.step:
             self._model.share_scales(self)
-        if self._dump is not None:
-            self._dump.write_stats(controller, step=controller.latest_step)
+        if self.compiler.dump is not None:
+            self.compiler.dump.write_stats(controller, step=controller.latest_step)
         self._model.share_promotions(self)
         controller.step += steps
         self._changes.follow(controller)
@@ -317,13 +318,23 @@ class PlannedGraph:
         self.compile_again(f"within the peak budget of {graphs}", None)
 
     @contextmanager
-    def running(self, compiled: Compiled) -> Iterator[None]:
-        """Run other code for the same plan inside the context; training steps count as usual."""
-        usual, self.compiled = self.compiled, compiled
+    def recorded(self, recorder: Recorder) -> Iterator[None]:
+        """Run the reference lowering of the plan inside the context, and let ``recorder`` see it.
+
+        Training steps count as usual. Raises what compiling raises, and `LoweringError` if the reference lowering has
+        other scales, or if there is no plan yet.
+        """
+        name, controller = self._log.name, self.controller
+        if controller is None:
+            raise LoweringError(f"{name} is being calibrated and has no plan; run a step before this")
+        seen = compile_graph(self.compiler.of_reference(recorder), self.captured, controller.plan, controller.step)
+        if seen.scales != controller.scales or seen.capacity != self.captured.capacity:
+            raise LoweringError(f"{name}: the reference lowering of its plan carries other scales")
+        usual, self.compiled = self.compiled, replace(seen, plan=controller.plan)
         try:
             yield
         finally:
-            if self.compiled.run is compiled.run:  # otherwise a promotion compiled new code, which stays
+            if self.compiled.run is seen.run:  # otherwise a promotion compiled new code, which stays
                 self.compiled = replace(usual, plan=self.plan)
 
     def state_dict(self) -> GraphState | None:

@@ -14,15 +14,13 @@ from fxprec import compat
 from fxprec.compat import copied
 from fxprec.compat.scaled_mm import multiplies_blocks
 from fxprec.config.processor import Processor
-from fxprec.driver.attempts import CodePeak
-from fxprec.driver.compiled import Compiled
+from fxprec.driver.compiled import CodePeak, Compiled, codegen_sources
 from fxprec.driver.interpreter import interpreted
 from fxprec.driver.interpreter import interpreted_by_group as by_group
 from fxprec.driver.lowering import interpreted_kernels
 from fxprec.driver.memory import CompiledPeak, PlainHalf
 from fxprec.driver.record import RecordedHalf
-from fxprec.driver.warm_start import codegen_sources
-from fxprec.driver.wrappers import Run, ranged
+from fxprec.driver.wrappers import Run
 from fxprec.kernels.host import IN_PLACE_ORDER
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.kernel_order import Kernel, better_order
@@ -30,11 +28,10 @@ from fxprec.passes.analysis.replay.kernels import workspace_of
 from fxprec.passes.lowering.lower import lower
 from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.lowering.wide_gemms import widen_gemms
-from fxprec.passes.notice import Notice
 
 if TYPE_CHECKING:
     from fxprec.compat.order import OrderedKernel
-    from fxprec.driver.compiler import Compiler
+    from fxprec.driver.compilation import Compiler
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class CompiledHalf:
     """One compiled half: its callable, and the code inside."""
 
     run: Run
-    code: Run | None
+    code: Run
     """The callable that Inductor returned, or the interpreter of the half."""
     lowered: Lowered
     num_outputs: int
@@ -84,26 +81,17 @@ class Halves:
     def _compile(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any], name: str) -> CompiledHalf:
         num_outputs = len(results_of(gm.graph))
         plain = PlainHalf.of(gm, examples, is_backward=name == "backward")
-        code: Run | None = None
-
-        def build(gm: GraphModule) -> Run:
-            nonlocal code
-            code = self._built(gm, plain, options, name)
-            return ranged(code, self.compiler.log.name, name)
-
-        half = self.lowering.compile(gm, partial(self._lower, name), build, name)
+        half = self.lowering.compile(gm, partial(self._lower, name), partial(self._built, plain, options, name), name)
         if name == "forward":
             self.seen_by_forward = frozenset(half.lowered.all_rows)
         for place, why in half.lowered.decoded:
-            self.compiler.log.notice(
-                Notice(place, f"its operands in blocks are decoded and multiplied in 16 bits: {why}")
-            )
+            self.compiler.log.tell(place, f"its operands in blocks are decoded and multiplied in 16 bits: {why}")
         kernels = half.lowered.generated.kernels
         dump, plan = self.compiler.dump, self.compiled.plan
         if dump is not None and plan is not None and (kernels or self.lowering.name == "triton"):
             dump.write_kernels(kernels, plan, name)
         run = self.compiler.wrapped(half if half.has_first_run else half.run, name, half.lowered, num_outputs)
-        return CompiledHalf(run, code, half.lowered, num_outputs)
+        return CompiledHalf(run, half.run, half.lowered, num_outputs)
 
     def _lower(self, name: str, gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
         rows = self.compiled.rows.without(self.seen_by_forward)
@@ -125,7 +113,7 @@ class Halves:
         rows = self.compiled.rows
         return bool(rows.scaled if name == "backward" else rows.copied)
 
-    def _built(self, gm: GraphModule, plain: PlainHalf, options: Mapping[str, Any], name: str) -> Run:
+    def _built(self, plain: PlainHalf, options: Mapping[str, Any], name: str, gm: GraphModule) -> Run:
         if self.lowering.name == "eager":
             return by_group(gm, interpreted(gm))
         if self.lowering.is_interpreted:

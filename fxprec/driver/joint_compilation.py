@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import Graph, GraphModule
 
 from fxprec import compat
 from fxprec.driver import progress
-from fxprec.driver.compiled import Compiled, Retry, Stop
-from fxprec.driver.compiler import Attempt
+from fxprec.driver.compiled import CodePeak, Compiled, KnownHalf, Retry, Stop
 from fxprec.driver.event_log import Said
 from fxprec.driver.half_compilation import CompiledHalf, Halves
 from fxprec.driver.memory import CompiledPeak, over_ratio
-from fxprec.driver.warm_start import KnownHalf
 from fxprec.driver.wrappers import Run, entered
 from fxprec.passes import pipeline
 from fxprec.passes.analysis.joint import JointGraph
@@ -38,25 +36,25 @@ from fxprec.plan import PeakBytes, Plan
 from fxprec.report.watch import run_passes, write_plan
 
 if TYPE_CHECKING:
+    from fxprec.driver.compilation import Compilation
     from fxprec.driver.interpreter import Calibration
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class JointCompilation(Attempt):
+class JointCompilation:
     """One attempt by tracing, with the state that the backward half needs if it is compiled in the first backward."""
 
-    calibration: Calibration | None = None  # set if the attempt compiles the calibration step
-    ratio: tuple[float, int] | None = None  # torch's activation_memory_budget, and the bytes it is a share of
-    passes: tuple[PassReport, ...] = ()
-    partitioner: Partitioner | None = None  # for the graph that the passes rewrote
-    halves: Halves | None = None  # set once the plan is complete
-    said: list[Said] = field(default_factory=list)  # warnings and events of the passes
-
-    def __post_init__(self) -> None:
+    def __init__(self, attempt: Compilation) -> None:
+        self.attempt, self.compiler, self.captured = attempt, attempt.compiler, attempt.captured
         self.compiled = Compiled(capacity=self.captured.capacity)
         self.peak: PeakBytes | None = None  # the passes' prediction
+        self.calibration: Calibration | None = None  # set if the attempt compiles the calibration step
+        self.ratio: tuple[float, int] | None = None  # torch's activation_memory_budget, and the bytes it is a share of
+        self.passes: tuple[PassReport, ...] = ()
+        self.partitioner: Partitioner | None = None  # for the graph that the passes rewrote
+        self.halves: Halves | None = None  # set once the plan is complete
+        self.said: list[Said] = []  # warnings and events of the passes
 
     @property
     def is_training(self) -> bool:
@@ -84,7 +82,7 @@ class JointCompilation(Attempt):
             return
         tag_backward(graph)
         work = self._work(joint)
-        if self.is_training and self.given is None and (calibration := self.compiler.calibration) is not None:
+        if self.is_training and self.attempt.given is None and (calibration := self.compiler.calibration) is not None:
             work.damage = calibration.by_tensor()
             if work.damage is None:
                 self.calibration = calibration
@@ -92,7 +90,7 @@ class JointCompilation(Attempt):
                 return
         known = frozenset(graph.nodes)
         self.passes = tuple(run_passes(work, self.compiler.dump))
-        if self.only_looks:
+        if self.attempt.only_looks:
             self.peak = work.peak
             raise Stop(Retry(self.captured.capacity))
         if self.compiler.tensors is not None:
@@ -102,8 +100,8 @@ class JointCompilation(Attempt):
             self.ratio = work.memory_budget, read_by_backward(joint)
         for notice in work.notices:
             self.compiler.log.notice(notice)
-        for fact in work.facts:
-            self.compiler.log.fact(fact)
+        for fact in work.facts:  # what the machine lacks: the request is fulfilled, so there is no warning
+            self.compiler.log.note("machine", fact.site, fact.detail)
         self._take(work)
 
     def partition(self, gm: GraphModule, inputs: Sequence[object], **options: object) -> compat.Halves:
@@ -124,12 +122,12 @@ class JointCompilation(Attempt):
             joint,
             self.compiler.settings,
             model=self.captured.model,
-            given=self.given,
+            given=self.attempt.given,
             siblings=self.compiler.trained(),
             stepped=self.compiler.stepped,
             memory_budget=compat.memory_budget(joint.graph),
             fixed_bytes=self.compiler.budget.fixed,
-            peak_part=replace(part, wants_curve=True) if self.only_looks else part,
+            peak_part=replace(part, wants_curve=True) if self.attempt.only_looks else part,
             looks_at_budgets=self.compiler.dump is not None and self.compiler.dump.looks_on,
             may_exceed_budget=self.is_training and self._saves_codes,
         )
@@ -151,7 +149,8 @@ class JointCompilation(Attempt):
         if self.is_training and not plan.sites and not plan.gemms:
             self._note_unplanned("nothing to hold low: the graph has no GEMM and saves nothing for backward")
 
-    def _set_plan(self, plan: Plan) -> None:
+    def set_plan(self, plan: Plan) -> None:
+        """Take another state of the plan, and write it."""
         self.compiled = replace(self.compiled, plan=plan)
         write_plan(plan, self.compiler.dump)
 
@@ -175,7 +174,7 @@ class JointCompilation(Attempt):
             self._say_how_lowered()
         donated = compat.take_donated() if name == "backward" else ()
         run = entered(half.run, half.lowered, donated, self.compiler.controller)
-        if self.key is None:
+        if self.attempt.key is None:
             return run
         return compat.storable(run, self._known(half, name, said, donated), half.code)
 
@@ -183,7 +182,7 @@ class JointCompilation(Attempt):
         """Put into the plan which lowering was estimated to be faster for each half compiled so far."""
         chooser, plan = self.compiler.lowering.chooser, self.compiled.plan
         if chooser is not None and chooser.halves and plan is not None:
-            self._set_plan(replace(plan, lowering=chooser.for_plan()))
+            self.set_plan(replace(plan, lowering=chooser.for_plan()))
 
     def _known(self, half: CompiledHalf, name: str, said: Sequence[Said], donated: tuple[int, ...]) -> KnownHalf:
         said = (*self.said, *said) if name == "forward" else tuple(said)
@@ -193,22 +192,13 @@ class JointCompilation(Attempt):
         return KnownHalf(name, lowered, half.num_outputs, said, donated, self.compiled, peak)
 
     def _new_halves(self) -> Halves:
-        compiler = self.compiler
+        compiler, plan, device = self.compiler, self.compiled.plan, self.captured.device.type
         if compiler.recorder is not None:
             compiler.recorder.inputs[compiler.log.name] = self.captured.inputs
-        return Halves(
-            compiler,
-            self.captured.device.type,
-            self.compiled,
-            peak=self._new_peak(),
-        )
-
-    def _new_peak(self) -> CompiledPeak | None:
-        plan = self.compiled.plan
-        if plan is None or plan.peak_bytes is None:
-            return None
-        threads = self.compiler.settings.processor.threads
-        return CompiledPeak(self.compiled.num_results, self.captured.device.type, threads)
+        peak = None
+        if plan is not None and plan.peak_bytes is not None:
+            peak = CompiledPeak(self.compiled.num_results, device, compiler.settings.processor.threads)
+        return Halves(compiler, device, self.compiled, peak=peak)
 
     def _complete_plan(self, forward: GraphModule) -> None:
         """Put into the plan what the partitioned graph really saves. Retry if that exceeds the activation budget."""
@@ -220,38 +210,33 @@ class JointCompilation(Attempt):
             plan, saved = as_partitioned(plan, forward.graph, num_results, self.captured.inputs)
             copied = copied_inputs(forward.graph, num_results, self.captured.inputs)
             self.compiled = replace(self.compiled, copied=copied)
-            if self._saves_codes and self.given is None:
+            if self._saves_codes and self.attempt.given is None:
                 assert predicted is not None, "a plan made here says what it saves"
                 if not self.compiler.budget.hold(predicted.planned, saved):
                     raise Stop(Retry(self.captured.capacity))
             elif self._saves_codes:
-                self.compiler.budget.tell(saved, self.step)
-            self._tell_of_ratio(saved, forward.graph, num_results)
+                self.compiler.budget.tell(saved, self.attempt.step)
+            notice = None if self.ratio is None else over_ratio(*self.ratio, saved, forward.graph, num_results)
+            if notice is not None:
+                self.compiler.log.notice(notice, step=self.attempt.step)
             plan = self._with_budget_note(plan, forward.graph)
         chooser = self.compiler.lowering.chooser
         lowering = None if chooser is None else chooser.for_plan()
         plan = replace(plan, lowering=lowering, whole_step=self.compiler.whole_step)
-        self._set_plan(plan)
+        self.set_plan(plan)
         log.info("%s: %s", self.compiler.log.name, plan.summary())
-
-    def _tell_of_ratio(self, saved: int, forward: Graph, num_results: int) -> None:
-        if self.ratio is None:
-            return
-        notice = over_ratio(*self.ratio, saved, forward, num_results)
-        if notice is not None:
-            self.compiler.log.notice(notice, step=self.step)
 
     def _with_budget_note(self, plan: Plan, forward: Graph) -> Plan:
         """Add a note to the plan if the budget does not hold for all sizes that the guards allow."""
         budget = plan.activation_budget
-        if budget is None or self.given is not None or not self._saves_codes:
+        if budget is None or self.attempt.given is not None or not self._saves_codes:
             return plan
         size = partitioned_size(forward, self.compiled.num_results)
         note = budget_note(budget, readable(budget), size, ranges_of(forward))
         if note is None:
             return plan
         if note.is_broken:
-            self.compiler.log.tell(self.compiler.log.name, note.text, step=self.step)
+            self.compiler.log.tell(self.compiler.log.name, note.text, step=self.attempt.step)
         return replace(plan, notes=(*plan.notes, note.text))
 
     @property
@@ -259,14 +244,10 @@ class JointCompilation(Attempt):
         """Whether a budget bounds the bytes really saved. A simulation saves float32; its budget counts codes."""
         return not self.compiler.settings.is_simulated
 
-    def finished(self, run: Run) -> Compiled | Retry:
-        """Return the compiled graph, or `Retry` if it exceeds its peak budget. Raises `BudgetError`."""
-        compiled = self.compiled if self.halves is None else self.within_peak(self.compiled, self.halves.code_peak)
-        if compiled is None:
-            return Retry(self.captured.capacity)
-        if compiled.plan is not None and compiled.plan is not self.compiled.plan:
-            self._set_plan(compiled.plan)
-        return replace(compiled, run=run, is_calibration=self.calibration is not None, passes=self.passes)
+    def result(self) -> tuple[Compiled, CodePeak | None]:
+        """Return the compiled graph without its code, and the peak of the code under a peak budget."""
+        compiled = replace(self.compiled, is_calibration=self.calibration is not None, passes=self.passes)
+        return compiled, None if self.halves is None else self.halves.code_peak
 
 
 # Rounding would turn a small second moment into 0, and lose a small update.

@@ -8,7 +8,7 @@ device's figures, so every process makes the same choice.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 Way = Literal["inductor", "triton"]
 _WAYS: tuple[Way, ...] = ("inductor", "triton")
+Lower = Callable[[GraphModule, str, frozenset[str]], Lowered]
+"""Lowers a half in place, by the named lowering and without the named kernels, and describes the result."""
 INSTEAD = "Inductor compiles its casts: the same numbers, with one more pass over memory for each statistic"
 DECODED = (
     "Inductor decodes the operands, and torch multiplies as with gemms='high': the same memory, at the speed of high "
@@ -87,13 +89,6 @@ def _cheaper(found: Mapping[Way, Traffic], costs: Costs) -> HalfLowering:
     return HalfLowering(chosen=chosen, inductor=moved["inductor"], triton=moved["triton"])
 
 
-class Lower(Protocol):
-    """A function that lowers one half, in place."""
-
-    def __call__(self, gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
-        """Lower ``gm`` in place and describe the result. ``without``: names of kernels not to generate."""
-
-
 class Lowering:
     """The lowering of one captured graph, and the generated kernels that turned out not to work.
 
@@ -128,24 +123,23 @@ class Lowering:
         """Lower the half called ``name`` and build it; if kernels do not compile, repeat without those kernels."""
         may_fail = self.name == "triton" or self.config.verify or self.device.type == "cuda"
         plain = copied(gm) if may_fail else gm
-        gm, lowered = self.lower(gm, lower, name)
-        while self.device.type == "cuda" and self._drop_gemms_that_fail(gm):  # their replacements may fail too
-            gm, lowered = self.lower(copied(plain), lower, name)
-        self._tell_what_is_not_compared(gm)
-        kept = copied(gm) if self._has_first_run else None
-        try:
-            run = build(gm)
-        except Exception as error:  # anything Triton or Inductor raises; not fxprec's if no kernel is generated
-            if not lowered.generated.kernels:
-                raise
-            self._drop_what_fails(lowered, error)
-            gm, lowered = self.lower(copied(plain), lower, name)
+        while True:  # what replaces a kernel that fails may fail too
+            gm, lowered = self.lower(gm, lower, name)
+            if self.device.type == "cuda" and self._drop_gemms_that_fail(gm):
+                gm = copied(plain)
+                continue
+            self._tell_what_is_not_compared(gm)
             kept = copied(gm) if self._has_first_run else None
-            run = build(gm)
-        return Half(self, lowered, run, None if kept is None else (plain, kept))
+            try:
+                return Half(self, lowered, build(gm), None if kept is None else (plain, kept))
+            except Exception as error:  # anything Triton or Inductor raises; not fxprec's if no kernel is generated
+                if not lowered.generated.kernels:
+                    raise
+                self._drop_what_fails(lowered, error)
+                gm = copied(plain)
 
     def _tell_what_is_not_compared(self, gm: GraphModule) -> None:
-        if not (self.config.verify and self.verifies) or self.name == "triton" or self._told:
+        if not self.verifies or self.name == "triton" or self._told:
             return
         from fxprec.driver.verify import is_compared
 
@@ -168,12 +162,12 @@ class Lowering:
     @property
     def _has_first_run(self) -> bool:
         """Whether the first run differs from later runs: it is verified, or can fall back."""
-        return self.is_interpreted or (self.config.verify and self.verifies)
+        return self.is_interpreted or self.verifies
 
     @property
     def verifies(self) -> bool:
-        """Whether ``verify`` has code to compare with the reference, which 'eager' itself is."""
-        return self.name != "eager"
+        """Whether the first run is compared with the reference, which 'eager' itself is."""
+        return self.config.verify and self.name != "eager"
 
     def lower(self, gm: GraphModule, lower: Lower, half: str) -> tuple[GraphModule, Lowered]:
         """Lower one half, in place or in a copy, and return it. On a GPU ``"auto"`` takes the faster estimate."""

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec import compat
-from fxprec.driver.attempts import CodePeak
+from fxprec.driver.compiled import CodePeak
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.wrappers import Run
 from fxprec.ir.symbolic import Quantize

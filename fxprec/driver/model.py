@@ -14,10 +14,9 @@ from fxprec.config import Settings
 from fxprec.driver import saved_state
 from fxprec.driver.capture import Captured, Parameters
 from fxprec.driver.graph import PlannedGraph
-from fxprec.driver.high_operands import HighOperands
+from fxprec.driver.plan_changes import HighOperands
 from fxprec.driver.saved_state import GraphState, Identity, SavedGraph, Waiting
-from fxprec.driver.saved_together import SavedTogether
-from fxprec.driver.shared_peak import SharedPeak
+from fxprec.driver.shared_peak import SavedTogether, SharedPeak
 from fxprec.errors import PlanError
 from fxprec.plan import Plan
 from fxprec.report.dump_folder import DumpFolder
@@ -86,8 +85,8 @@ class Model:
 
     # Making graphs.
 
-    def compiled(self, captured: Captured, parameters: Parameters, args: Sequence[Any]) -> PlannedGraph:
-        """Compile a graph for the layer with these parameters, and give it the state saved for it.
+    def compiled(self, captured: Captured, args: Sequence[Any]) -> PlannedGraph:
+        """Compile a graph for the layer whose parameters are among ``args``, and give it the state saved for it.
 
         Raises `PlanError` if the loaded state belongs to another graph.
         """
@@ -100,7 +99,7 @@ class Model:
         kept, mismatch = None if old is None else old.state_dict(), None
         for saved in waiting or ([] if kept is None else [SavedGraph(kept)]):
             try:
-                graph = self._built(captured, parameters, saved, args)
+                graph = self._built(captured, args, saved)
             except PlanError as error:
                 mismatch = error
             else:
@@ -111,7 +110,7 @@ class Model:
                 raise mismatch
             if mismatch is not None:
                 old = None  # a graph of another model whose parameters have the same names
-            graph = self._built(captured, parameters, None, args)
+            graph = self._built(captured, args, None)
         if old is not None:
             old.retire()
             self._dropped.remove(old)
@@ -124,11 +123,9 @@ class Model:
         self._of_layers.clear()
         self._only_recomputed = None
 
-    def _built(
-        self, captured: Captured, parameters: Parameters, saved: SavedGraph | None, args: Sequence[Any]
-    ) -> PlannedGraph:
+    def _built(self, captured: Captured, args: Sequence[Any], saved: SavedGraph | None) -> PlannedGraph:
         dump = None if self._dump is None else self._dump.graph(len(self.all))
-        graph = PlannedGraph(captured, parameters, self, dump)
+        graph = PlannedGraph(captured, Parameters(captured.inputs, args, self.changed), self, dump)
         if self.binding is not None and captured.identity.is_training:
             graph.step_in_backward(self.binding, args)
         graph.compile(self._given_to(captured) if saved is None else saved.plan)
@@ -250,8 +247,9 @@ class LayerDispatcher:
     """
 
     def __init__(self, model: Model, captured: Captured, args: Sequence[Any]) -> None:
-        self._model, self._names = model, Parameters.names_of(captured.inputs)
-        self._graphs = [model.compiled(captured, Parameters(self._names, args, model.changed), args)]
+        self._model = model
+        self._positions = [i for i, known in enumerate(captured.inputs) if known.kind == "param"]
+        self._graphs = [model.compiled(captured, args)]
         self._last_of: weakref.WeakValueDictionary[int, PlannedGraph] = weakref.WeakValueDictionary()
 
     def __call__(self, *args: object) -> Any:
@@ -260,16 +258,14 @@ class LayerDispatcher:
 
     def _of(self, args: Sequence[Any]) -> PlannedGraph:
         """Find the graph by identity of its parameters. A graph whose layer is freed serves the next new layer."""
-        key = next((id(args[i]) for i in self._names if isinstance(args[i], Parameter)), 0)
+        key = next((id(args[i]) for i in self._positions if isinstance(args[i], Parameter)), 0)
         likely = self._last_of.get(key, self._graphs[0])
         if likely.parameters.may_be(args):
             return likely
         with compat.compile_lock:  # another thread may call the same layer
             found = next((g for g in self._graphs if g.parameters.may_be(args)), None)
             if found is None:
-                found = self._model.compiled(
-                    self._graphs[0].captured, Parameters(self._names, args, self._model.changed), args
-                )
+                found = self._model.compiled(self._graphs[0].captured, args)
                 self._graphs.append(found)
             self._last_of[key] = found
         return found

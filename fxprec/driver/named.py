@@ -69,14 +69,10 @@ class _NamedBackend(Watched):
 
     def made(self, options: Mapping[str, Any] | None, mode: str | None) -> Backend:
         """Return a backend for ``torch.compile``'s arguments; optimizer and step budget are not in its config."""
-        rest = dict(options or {})
-        optimizer, budget = rest.pop("optimizer", None), rest.pop("step_budget", None)
-        return Backend(self.config(rest, mode), optimizer=optimizer, step_budget=budget)
-
-    def config(self, options: Mapping[str, Any] | None, mode: str | None) -> Config:
-        """Return the config for ``torch.compile``'s arguments, which are either options or a mode."""
         given = {**self.options, **(options or {})}
-        return Config.from_options(given if mode is None else {**given, "mode": mode})
+        optimizer, budget = given.pop("optimizer", None), given.pop("step_budget", None)
+        config = Config.from_options(given if mode is None else {**given, "mode": mode})
+        return Backend(config, optimizer=optimizer, step_budget=budget)
 
     def reset(self) -> None:
         """Reset the backend of the calling wrapper; ``torch.compiler.reset()`` calls this."""

@@ -19,18 +19,16 @@ from fxprec import compat
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.interpreter import DRAWN, runnable
 from fxprec.driver.record import EveryNth, RecordedHalf
-from fxprec.driver.rounding_bias import cast_bias
 from fxprec.driver.wrappers import Run
-from fxprec.ir.symbolic import CorrectScales, Quantize
+from fxprec.ir.symbolic import AS_STORED, DEQUANTIZE, CorrectScales, Quantize
 from fxprec.kernels.updates import ApplyUpdate
-from fxprec.numerics.bias import Bias
-from fxprec.numerics.blocks import find
+from fxprec.numerics.bias import Bias, bias, block_bias
+from fxprec.numerics.blocks import AnyFormat, BlockFormat, find
 from fxprec.passes.analysis.attention import Attention, attentions
 from fxprec.passes.analysis.joint import argument, has_tag, input_at, results_of
 from fxprec.passes.analysis.marks import marks
 from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.analysis.ops import MUTATIONS
-from fxprec.plan import Plan
 from fxprec.plan.lines import place
 from fxprec.runtime.controller import Controller, describe
 from fxprec.runtime.growth import Growth
@@ -50,7 +48,7 @@ class NumericsWatch:
     _watches: bool = False
 
     def __post_init__(self) -> None:
-        self._is_due = EveryNth(self.every)
+        self._due = EveryNth(self.every, self.controller)
 
     def watch(self, graph: str, half: str, recorded: RecordedHalf, run: Run) -> Run:
         """Wrap ``run``, so that casts and attention of the half are measured in every n-th step."""
@@ -63,10 +61,10 @@ class NumericsWatch:
         look = found.after if half == "forward" else found.before
 
         def call(args: list[Any]) -> Any:
-            controller = self.controller()
-            step = 0 if controller is None else controller.step
-            if controller is None or not self._is_due(step, half):
+            controller = self._due(half)
+            if controller is None:
                 return run(args)
+            step = controller.step
             results, seen = look(run, args, controller)
             self._note(step, seen, controller)
             return results
@@ -74,19 +72,19 @@ class NumericsWatch:
         return compat.boxed(call)
 
     def _note(self, step: int, seen: _Seen, controller: Controller) -> None:
-        for node, bias in seen.biases.items():
-            self._note_bias(step, _site_of(node, controller), bias)
+        for node, found in seen.biases.items():
+            self._note_bias(step, _site_of(node, controller), found)
         for attention, largest in seen.logits:
             growth = self.logits.setdefault(attention.name, Growth())
             detail = growth.note(step, float(largest))
             if detail is not None:
                 self._tell("logit-growth", attention.name, detail, step)
 
-    def _note_bias(self, step: int, site: str, bias: Bias) -> None:
+    def _note_bias(self, step: int, site: str, found: Bias) -> None:
         """Warn of a biased cast once, and again only if it was unbiased in between."""
-        if bias.is_biased and site not in self._biased:
-            self._tell("biased", site, f"it is rounded {bias}", step)
-        (self._biased.add if bias.is_biased else self._biased.discard)(site)
+        if found.is_biased and site not in self._biased:
+            self._tell("biased", site, f"it is rounded {found}", step)
+        (self._biased.add if found.is_biased else self._biased.discard)(site)
 
     def _tell(self, kind: str, site: str, detail: str, step: int) -> None:
         self.log.note(kind, site, detail, step=step)
@@ -100,12 +98,8 @@ def _site_of(cast: Node, controller: Controller) -> str:
     of = marks(cast).operand_of
     if of is None:
         return describe(controller.site_of(call.row))
-    return f"operand {call.x.name} of {_gemm(controller.plan, of[0])} ({_place(cast)})"
-
-
-def _gemm(plan: Plan, index: int) -> str:
-    gemm = plan.gemms[index]
-    return place(gemm.node, gemm.module)
+    gemm = controller.plan.gemms[of[0]]
+    return f"operand {call.x.name} of {place(gemm.node, gemm.module)} ({_place(cast)})"
 
 
 def _place(node: Node) -> str:
@@ -237,3 +231,19 @@ class _Walk(Interpreter):
         whole = given[6] if len(given) > 6 else None
         fmt = find(self.controller.site_of(call.row).format if call.is_simulated and call.row >= 0 else call.format)
         self.seen.biases[cast] = cast_bias(x, stored, call, fmt, table, whole)
+
+
+def cast_bias(
+    x: Tensor, stored: Tensor, call: Quantize, fmt: AnyFormat, table: Tensor, whole: Tensor | None = None
+) -> Bias:
+    """Return the bias of a cast of ``x`` to ``fmt``. ``stored``: codes, a carrier of them, or `block_codec.records`.
+
+    ``table`` has the scale of the cast's row; ``whole`` is the tensor scale of a block format. ``stored`` has the
+    shape of ``x``, or of the records.
+    """
+    if isinstance(fmt, BlockFormat):
+        return block_bias(x, stored, fmt, whole)
+    read = (
+        stored if call.is_simulated else DEQUANTIZE(stored, table, AS_STORED, call.format, call.storage, torch.float32)
+    )
+    return bias(x.double() * 2.0 ** int(table[call.row, 0]), read, fmt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from fxprec.driver.event_log import EventLog
 from fxprec.driver.saved_state import Identity
 from fxprec.errors import ConfigError, FxprecWarning, PlanError
 from fxprec.passes.analysis.operators import source_of
-from fxprec.passes.notice import Notice, readable
+from fxprec.passes.notice import readable
 from fxprec.plan import Plan
 from fxprec.plan.lines import place
 from fxprec.runtime.cpu import compact
@@ -117,19 +117,27 @@ def settings_on(device: torch.device, settings: Settings, log: EventLog, *, plan
 
     ``plans_only``: the run makes plans only and executes nothing, so this machine's memory does not matter.
     """
-    held, notice = on_device(device, settings)
-    held, without = _without_cuda_graphs(device, held)
-    _tell([notice, without, unused_processor(device, held)], log)
-    place_tensors(device, held, log)
-    if not plans_only:
-        _tell([beyond_machine(held, device)], log)
+    held = _without_cuda_graphs(device, _in_storage_of(device, settings, log), log)
+    asked = held.asked
+    if asked.cpu is not None and device.type != "cpu":
+        log.tell(f"cpu={asked.cpu!r}", f"it has no effect: the model is on {device.type}; leave it out")
+    _place_tensors(device, held, log)
+    budget, most = None if held.peak_budget is None else held.peak_budget.asked, _memory(device)
+    if not plans_only and isinstance(budget, int) and most is not None and budget > most:
+        less = "give it less than that, or a share of the step's peak such as '60%'"
+        log.tell(f"peak_budget {readable(budget)}", f"{device.type} has {readable(most)}; {less}")
     return held
 
 
-def _tell(notices: Sequence[Notice | None], log: EventLog) -> None:
-    for notice in notices:
-        if notice is not None:
-            log.notice(notice)
+def _in_storage_of(device: torch.device, settings: Settings, log: EventLog) -> Settings:
+    """Return settings in a storage that the device supports: packed, with a warning, if it has no 8-bit dtypes."""
+    has_8_bits = any(fmt.bits <= 8 for fmt in settings.recipe.formats)
+    reason = compat.no_native_fp8(device) if settings.storage == "native" and has_8_bits else None
+    if reason is None:
+        return settings
+    detail = f"{reason}; stored as packed codes instead: the same numbers and bytes, cast in integer arithmetic"
+    log.tell("storage='native'", detail)
+    return replace(settings, storage="packed")
 
 
 _WITHOUT_CUDA_GRAPHS: dict[str, Literal["default", "max-autotune-no-cudagraphs"]] = {
@@ -138,28 +146,19 @@ _WITHOUT_CUDA_GRAPHS: dict[str, Literal["default", "max-autotune-no-cudagraphs"]
 }
 
 
-def _without_cuda_graphs(device: torch.device, settings: Settings) -> tuple[Settings, Notice | None]:
-    """Return settings whose mode records no CUDA graphs on a CPU, and a notice if nothing of the mode is left.
+def _without_cuda_graphs(device: torch.device, settings: Settings, log: EventLog) -> Settings:
+    """Return settings whose mode records no CUDA graphs on a CPU, and warn if nothing of the mode is left.
 
     For CUDA graphs Inductor moves a CPU's kernels behind each other once more, after their buffers are planned.
     """
     mode = settings.asked.mode
     if device.type != "cpu" or mode not in _WITHOUT_CUDA_GRAPHS:
-        return settings, None
+        return settings
     left = _WITHOUT_CUDA_GRAPHS[mode]
-    why = f"mode={mode!r} has no effect: it records CUDA graphs, and the model is on a CPU; leave it out"
-    held = replace(settings, asked=replace(settings.asked, mode=left))
-    return held, Notice("mode", why) if left == "default" else None
-
-
-def on_device(device: torch.device, settings: Settings) -> tuple[Settings, Notice | None]:
-    """Return settings that the device supports, and a notice if storage changes: packed if it has no 8-bit dtypes."""
-    has_8_bits = any(fmt.bits <= 8 for fmt in settings.recipe.formats)
-    reason = compat.no_native_fp8(device) if settings.storage == "native" and has_8_bits else None
-    if reason is None:
-        return settings, None
-    detail = f"{reason}; stored as packed codes instead: the same numbers and bytes, cast in integer arithmetic"
-    return replace(settings, storage="packed"), Notice("storage='native'", detail)
+    if left == "default":
+        why = f"mode={mode!r} has no effect: it records CUDA graphs, and the model is on a CPU; leave it out"
+        log.tell("mode", why)
+    return replace(settings, asked=replace(settings.asked, mode=left))
 
 
 def refuse_offload(device: torch.device, settings: Settings, given: Plan | None) -> None:
@@ -180,23 +179,6 @@ def refuse_offload(device: torch.device, settings: Settings, given: Plan | None)
         )
 
 
-def unused_processor(device: torch.device, settings: Settings) -> Notice | None:
-    """Return a notice if the option ``cpu`` has no effect, because the model is on another device."""
-    if settings.asked.cpu is None or device.type == "cpu":
-        return None
-    return Notice(f"cpu={settings.asked.cpu!r}", f"it has no effect: the model is on {device.type}; leave it out")
-
-
-def beyond_machine(settings: Settings, device: torch.device) -> Notice | None:
-    """Return a notice if the peak budget exceeds the device's memory, so that it bounds nothing."""
-    asked = None if settings.peak_budget is None else settings.peak_budget.asked
-    most = _memory(device)
-    if not isinstance(asked, int) or most is None or asked <= most:
-        return None
-    detail = f"{device.type} has {readable(most)}; give it less than that, or a share of the step's peak such as '60%'"
-    return Notice(f"peak_budget {readable(asked)}", detail)
-
-
 def _memory(device: torch.device) -> int | None:
     """Return the bytes of memory that a device has, or None if unknown."""
     if device.type == "cuda" and torch.cuda.is_available():
@@ -206,18 +188,18 @@ def _memory(device: torch.device) -> int | None:
     return None
 
 
-def place_tensors(device: torch.device, settings: Settings, log: EventLog) -> None:
+def _place_tensors(device: torch.device, settings: Settings, log: EventLog) -> None:
     """Install the CPU allocator that the settings need; warn if a requested allocator cannot be had."""
     asked = settings.asked
     if asked.allocator == "system":
         _process.has_asked_for_system = True
         if compact.is_installed():
-            log.notice(Notice("allocator='system'", f"{_COMPACT_ALREADY}; {_APART}"))
+            log.tell("allocator='system'", f"{_COMPACT_ALREADY}; {_APART}")
     elif settings.wants_compact_allocator and device.type == "cpu":
         _install_compact(settings, log)
     elif asked.allocator == "compact":
         why = f"it is for CPUs; on {device.type} torch's own allocator keeps blocks together"
-        log.notice(Notice("allocator='compact'", f"{why}; set PYTORCH_CUDA_ALLOC_CONF instead"))
+        log.tell("allocator='compact'", f"{why}; set PYTORCH_CUDA_ALLOC_CONF instead")
 
 
 def _install_compact(settings: Settings, log: EventLog) -> None:
@@ -225,7 +207,7 @@ def _install_compact(settings: Settings, log: EventLog) -> None:
         return
     why = compact.install()
     if why is not None:
-        log.notice(Notice("allocator='compact'", f"{why}; resident memory may exceed the bytes of live tensors"))
+        log.tell("allocator='compact'", f"{why}; resident memory may exceed the bytes of live tensors")
         return
     cause = "" if settings.asked.allocator else " (for peak_budget)"
     log.note("allocator", "allocator='compact'", f"allocates this process's new CPU tensors of 16 KiB or more{cause}")

@@ -1,14 +1,15 @@
-"""Compile a graph again at the beginning of a step, because statistics or another graph have changed its plan."""
+"""Change a plan at the beginning of a step, by statistics, another graph or a schedule, and compile the graph again."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from fxprec.config.recipes import Recipe
 from fxprec.driver.event_log import EventLog
-from fxprec.errors import first_line
-from fxprec.passes.notice import Notice
+from fxprec.errors import ConfigError, first_line
 from fxprec.plan import Plan
 from fxprec.plan.compare import low_groups_with
 from fxprec.plan.plan import latest_of_gemms
@@ -21,6 +22,42 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MAX_GIVEN_UP = 3
 """Failed promotions after which the graph tries no more: each attempt takes as long as a compilation."""
+
+
+@dataclass
+class HighOperands:
+    """The step from which on operands are multiplied in ``hi``: the recipe's (`Operands.high_after`), or the user's."""
+
+    recipe: Recipe
+    when: Callable[[int], bool] | None = None
+    """The user's function of the step that begins; the first True holds operands high from this step on."""
+    asked_in: int | None = None
+    """The step in which ``when`` was True."""
+
+    def ask(self, when: Callable[[int], bool] | None) -> None:
+        """Hold operands high from the first step on for which ``when`` is True; None: from the next step on.
+
+        Raises `ConfigError` if the recipe rounds no operands to blocks.
+        """
+        if self.recipe.operands is None:
+            raise ConfigError(
+                f"recipe {self.recipe.name!r} multiplies no operands in blocks, so there are none to hold high; this "
+                "is for recipes such as 'mxfp8' and 'nvfp4'"
+            )
+        self.when = when or (lambda step: True)
+
+    def asked_since(self, step: int) -> str | None:
+        """Ask the user's function about the training step that begins, and return what `since` does."""
+        if self.asked_in is None and self.when is not None and self.when(step):
+            self.asked_in = step
+        return self.since(step)
+
+    def since(self, step: int) -> str | None:
+        """Return since when operands are high in a training step, for plans and events; None while they are not."""
+        operands = self.recipe.operands
+        if operands is not None and 0 < operands.high_after < step:
+            return f"after step {operands.high_after}"
+        return None if self.asked_in is None else f"since step {self.asked_in}, as asked"
 
 
 class PlanChanges:
@@ -65,21 +102,21 @@ class PlanChanges:
         since = high.asked_since(controller.step) if graph.is_training else high.since(self._model.steps_of_training)
         if since is None or in_force is None or self._keeps_operands or not any(map(any, in_force.operand_formats)):
             return
-        hi = graph.settings.recipe.hi.name
+        hi = graph.compiler.settings.recipe.hi.name
         failed = self._failure_to_compile(f"for operands in {hi} {since}", controller.plan.with_high_operands(since))
         if failed is not None:
             self._keeps_operands = True
             detail = f"operands of GEMMs stay in blocks: compiling them in {hi} failed ({failed})"
-            self._log.notice(Notice("block-gemms", detail), step=controller.step)
+            self._log.tell("block-gemms", detail, step=controller.step)
 
     def _follow_plan(self, controller: Controller) -> None:
         """Recompile for a changed plan in real storage. In ``simulate`` the scale table already has the change."""
         graph = self._graph
-        in_force, is_in_code = graph.compiled.plan, not graph.settings.is_simulated
+        in_force, is_in_code = graph.compiled.plan, not graph.compiler.settings.is_simulated
         if in_force is not None and is_in_code and controller.plan.formats != in_force.formats:
             failed = self._failure_to_compile("for the changed plan", controller.plan)
             if failed is not None:
-                self._log.notice(self._give_up(in_force, controller, failed), step=controller.step)
+                self._give_up(in_force, controller, failed)
         graph.realize(controller.plan)
 
     def _failure_to_compile(self, why: str, given: Plan | None) -> str | None:
@@ -91,8 +128,8 @@ class PlanChanges:
             return first_line(error)
         return None
 
-    def _give_up(self, plan: Plan, controller: Controller, failed: str) -> Notice:
-        """Return to the plan of the running code: tensors promoted since stay low for good. Return the notice."""
+    def _give_up(self, plan: Plan, controller: Controller, failed: str) -> None:
+        """Return to the plan of the running code, with a warning: tensors promoted since stay low for good."""
         refused = controller.stay_with(plan)
         self._num_given_up += 1
         last = ""
@@ -106,4 +143,4 @@ class PlanChanges:
             f"promoting it{more} to {controller.rules.hi} failed ({failed}): training continues with it in "
             f"{site.format}; {way_out}{last}"
         )
-        return Notice(describe(site), detail)
+        self._log.tell(describe(site), detail, step=controller.step)

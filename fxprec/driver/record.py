@@ -70,18 +70,23 @@ class Recorder:
 
 
 class EveryNth:
-    """A filter for the first run of each half in every n-th step, from the first on. Checkpoints run forward again."""
+    """A filter for the first run of each half in every n-th step, from the first on. Checkpoints run forward again.
 
-    def __init__(self, every: int) -> None:
-        self._every = every
+    ``controller`` returns the graph's controller, or None before the graph has a plan.
+    """
+
+    def __init__(self, every: int, controller: Callable[[], Controller | None]) -> None:
+        self._every, self._controller = every, controller
         self._seen: set[tuple[int, str]] = set()
 
-    def __call__(self, step: int, half: str) -> bool:
-        """Return whether the half that runs now should be watched."""
+    def __call__(self, half: str) -> Controller | None:
+        """Return the graph's controller if the half that runs now should be watched, else None."""
+        controller = self._controller()
+        step = 0 if controller is None else controller.step
         if step < 1 or (step - 1) % self._every or (step, half) in self._seen:
-            return False
+            return None
         self._seen = {(s, h) for s, h in self._seen if s == step} | {(step, half)}
-        return True
+        return controller
 
 
 @dataclass
@@ -95,7 +100,7 @@ class TensorDump:
     """Returns the graph's controller, or None before the graph has a plan."""
 
     def __post_init__(self) -> None:
-        self._is_due = EveryNth(self.settings.asked.dump_every or EVERY)
+        self._due = EveryNth(self.settings.asked.dump_every or EVERY, self.controller)
         self._asked: frozenset[CountedTensor] = frozenset()
         self._in_forward: frozenset[CountedTensor] = frozenset()
 
@@ -117,14 +122,13 @@ class TensorDump:
         watched = WatchedHalf(recorded.gm, found, _casts(recorded.gm.graph, of))
 
         def call(args: list[Any]) -> Any:
-            controller = self.controller()
-            step = 0 if controller is None else controller.step
-            if controller is None or not self._is_due(step, half):
+            controller = self._due(half)
+            if controller is None:
                 return run(args)
             values = watched.before(args)
             results = run(args)
             values |= watched.after(results)
-            self._write(step, half, [self._row(t, of[t], watched, values, controller) for t in found])
+            self._write(controller.step, half, [self._row(t, of[t], watched, values, controller) for t in found])
             return results
 
         return compat.boxed(call)
@@ -232,11 +236,3 @@ def _alone(gm: GraphModule, nodes: Sequence[Node]) -> GraphModule:
     found.graph.eliminate_dead_code()
     found.recompile()
     return runnable(found)
-
-
-def tensor_dump(
-    settings: Settings, folder: GraphDump | None, log: EventLog, controller: Callable[[], Controller | None]
-) -> TensorDump:
-    """Return the watcher that writes the requested tensors."""
-    assert folder is not None, "Backend refuses dump_tensors without a folder"
-    return TensorDump(settings, folder, log, controller)

@@ -58,11 +58,10 @@ class Identity:
         """Return how far the inputs are from another graph's: 0 equal, 1 equal but for dynamic sizes, 2 different."""
         if self.inputs == other.inputs:
             return 0
-        return 1 if [*map(len, self.inputs)] == [*map(len, other.inputs)] and self._may_be(other) else 2
-
-    def _may_be(self, other: Identity) -> bool:
+        if [*map(len, self.inputs)] != [*map(len, other.inputs)]:
+            return 2
         pairs = ((a, b) for x, y in zip(self.inputs, other.inputs, strict=True) for a, b in zip(x, y, strict=True))
-        return all(a == b or -1 in (a, b) for a, b in pairs)
+        return 1 if all(a == b or -1 in (a, b) for a, b in pairs) else 2
 
 
 @dataclass(frozen=True)

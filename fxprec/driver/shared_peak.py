@@ -1,9 +1,13 @@
-"""Share one ``peak_budget`` between the training graphs of a step, as after a graph break."""
+"""Bound the training graphs of one step together, as after a graph break.
+
+The graphs share one ``peak_budget``. An ``activation_budget`` bounds each graph by itself, which is said where several
+graphs save more together.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +40,33 @@ class _Call:
     is_in_backward: bool = False
     """Whether its backward has begun."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether its backward may still come."""
+        return not self.is_in_backward and self.node() is not None
 
-_OF_ALL_MODELS: weakref.WeakSet[SharedPeak] = weakref.WeakSet()
+
+def _call_of(graph: PlannedGraph, results: object, begins: Callable[[_Call], None]) -> _Call | None:
+    """Return the call that gave ``results``, or None without a backward; ``begins`` gets it as its backward begins."""
+    tensors = (r for r in (results if isinstance(results, list | tuple) else [results]) if isinstance(r, torch.Tensor))
+    found = next(((r, node) for r in tensors if (node := _compiled_node(r)) is not None), None)
+    if found is None:
+        return None
+    call = _Call(graph.index, weakref.ref(found[1]))
+    compat.on_gradient(found[0], lambda _: begins(call))
+    return call
+
+
+def _compiled_node(result: torch.Tensor) -> Any:
+    """Return the autograd node of the compiled function behind a result, or None. Skips views that AOTAutograd adds."""
+    node = result.grad_fn
+    while node is not None and not isinstance(node, BackwardCFunction):
+        node = next((before for before, _ in node.next_functions if before is not None), None)
+    return node
+
+
+_WITH_PEAK_BUDGETS: weakref.WeakSet[SharedPeak] = weakref.WeakSet()
+_WITH_ACTIVATION_BUDGETS: weakref.WeakSet[SavedTogether] = weakref.WeakSet()
 _APART = (
     "it bounds what the graphs of one backend hold; tensors of another backend's graphs, which have a budget of their "
     "own, wait for backward in the same step; compile both models with one fxprec.Backend to bound them together"
@@ -61,7 +90,7 @@ class SharedPeak:
         self._known: list[Order] = []
         self._is_told = False  # that another model's tensors wait in the same step
         if self._asked is not None:
-            _OF_ALL_MODELS.add(self)
+            _WITH_PEAK_BUDGETS.add(self)
 
     def first_part(self, *, is_cut: bool) -> BudgetPart:
         """Return the budget part of a new graph. ``is_cut``: another graph follows in the step."""
@@ -72,24 +101,18 @@ class SharedPeak:
         """Note that a training graph ran forward."""
         if self._asked is None:
             return
-        found = first_compiled(results)
-        if found is None:
-            return
         self._waits()
-        self._graphs[graph.index] = graph
-        call = _Call(graph.index, weakref.ref(found[1]))
-        self._calls.append(call)
         halves = self._halves
+        call = _call_of(graph, results, lambda call: self._saw_backward(call, halves))
+        if call is None:
+            return
+        self._graphs[graph.index] = graph
+        self._calls.append(call)
         halves.append((call, False))
-        compat.on_gradient(found[0], lambda _: self._saw_backward(call, halves))
-        if not self._is_told and any(other is not self and other._holds for other in _OF_ALL_MODELS):
+        others = (model for model in _WITH_PEAK_BUDGETS if model is not self)
+        if not self._is_told and any(call.waits for model in others for call in model._calls):
             self._is_told = True
             graph.compiler.log.warn_once("peak_budget", _APART)
-
-    @property
-    def _holds(self) -> bool:
-        """Return whether calls of this model await their backward."""
-        return any(not call.is_in_backward and call.node() is not None for call in self._calls)
 
     def forget(self) -> None:
         """Forget all graphs and calls, because the compiled code is no longer called."""
@@ -165,18 +188,56 @@ def _as_compiled(peak: PeakBytes) -> Sequence[PeakPoint]:
     return [replace(p, peak=p.peak + beyond, waiting=p.waiting + waiting) for p in peak.points]
 
 
-def first_compiled(results: object) -> tuple[torch.Tensor, Any] | None:
-    """Return the first result that a compiled function's autograd node made, with the node; None if there is none."""
-    return next(((r, node) for r in _tensors(results) if (node := _compiled_node(r)) is not None), None)
+class SavedTogether:
+    """The training graphs of one model whose saved tensors wait for backward, under an ``activation_budget``."""
 
+    def __init__(self, settings: Settings) -> None:
+        self._budget = settings.activation_budget
+        self._calls: list[tuple[_Call, Hashable, int]] = []
+        """Calls, each with its graph's layers, which graphs for several batch sizes share, and the bytes it saves."""
+        self._told_of_others = False
+        if self._budget is not None:
+            _WITH_ACTIVATION_BUDGETS.add(self)
 
-def _compiled_node(result: torch.Tensor) -> Any:
-    """Return the autograd node of the compiled function behind a result, or None. Skips views that AOTAutograd adds."""
-    node = result.grad_fn
-    while node is not None and not isinstance(node, BackwardCFunction):
-        node = next((before for before, _ in node.next_functions if before is not None), None)
-    return node
+    def saw(self, graph: PlannedGraph, results: object) -> None:
+        """Note that a training graph ran forward. Raises `FallbackError` under ``strict`` if too much waits."""
+        plan = graph.plan
+        if self._budget is None or plan is None or plan.saved_bytes is None:
+            return
+        call = _call_of(graph, results, lambda call: setattr(call, "is_in_backward", True))
+        if call is None:
+            return
+        self._calls.append((call, graph.parameters.ids or graph.index, plan.saved_bytes.planned))
+        most = self._waiting()
+        if not self._told_of_others:
+            self._look_at_others(graph, self._budget, sum(most.values()))
+        if len(most) > 1 and sum(most.values()) > self._budget:
+            budget, self._budget, self._calls = self._budget, None, []
+            graph.compiler.log.tell(
+                "activation_budget",
+                f"it bounds what each graph saves, {readable(budget)}, and {len(most)} graphs of the step save "
+                f"{readable(sum(most.values()))} together; compile the model without graph breaks, or give "
+                "peak_budget, which the graphs of a step share",
+                step=graph.step,
+            )
 
+    def _waiting(self) -> dict[Hashable, int]:
+        """Return the bytes that wait for backward, by layers: of a graph with several batch sizes, the most."""
+        self._calls = [one for one in self._calls if one[0].waits]
+        most: dict[Hashable, int] = {}
+        for _, layers, saved in self._calls:
+            most[layers] = max(saved, most.get(layers, 0))
+        return most
 
-def _tensors(results: object) -> list[torch.Tensor]:
-    return [r for r in (results if isinstance(results, list | tuple) else [results]) if isinstance(r, torch.Tensor)]
+    def _look_at_others(self, graph: PlannedGraph, budget: int, own: int) -> None:
+        """Warn once if graphs of several backends save more than the budget of one of them together."""
+        others = sum(sum(model._waiting().values()) for model in _WITH_ACTIVATION_BUDGETS if model is not self)
+        if others and own + others > budget:
+            self._told_of_others = True
+            graph.compiler.log.warn_once(
+                "activation_budget",
+                f"it bounds what each graph saves, {readable(budget)}; graphs of other backends, which have a budget "
+                f"of their own, save {readable(others)} in the same step; to bound them together compile all with one "
+                "fxprec.Backend that has a peak_budget",
+                step=graph.step,
+            )

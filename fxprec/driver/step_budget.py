@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -25,14 +26,7 @@ class StepBudget:
     asked: int
     weights: int
     """Bytes of the graph's parameters and buffers, and of all other parameters of the optimizers."""
-    states: int
-    """Bytes of the optimizers' states from the first step on."""
-    gradients: int
-    """Bytes of gradients that the optimizers sum in bfloat16, from the first backward on."""
-    states_in_fewer: Mapping[States, int]
-    """Bytes that all states would take in each form of few bits."""
-    has_wide_weights: bool
-    """Whether the optimizers have parameters of more than 16 bits per element."""
+    optimizers: AllOptimizers
     chosen: States | None = None
     """The form chosen for optimizer states with states='auto'; None if there are none."""
     is_last: bool = True
@@ -44,19 +38,26 @@ class StepBudget:
         kept = [arg for known, arg in zip(inputs, args, strict=False) if known.kind in ("param", "buffer")]
         held = [param for group in optimizers.param_groups for param in group["params"]]
         tensors = [local(x) for x in (*kept, *held) if isinstance(x, torch.Tensor)]
-        weights = compat.storage_bytes(tensors, (), device=None)
-        fewer = {form: optimizers.state_bytes(form, of_all=True) for form in STATES[2:]}
-        wide = any(p.dtype.itemsize > 2 for p in held)
-        return cls(asked, weights, optimizers.state_bytes(), optimizers.gradient_bytes(), fewer, wide)
+        return cls(asked, compat.storage_bytes(tensors, (), device=None), optimizers)
 
-    def first_that_fits(self, optimizers: AllOptimizers, compile_within: Callable[[Self], None]) -> None:
+    @cached_property
+    def states(self) -> int:
+        """Bytes of the optimizers' states from the first step on."""
+        return self.optimizers.state_bytes(self.chosen)
+
+    @cached_property
+    def gradients(self) -> int:
+        """Bytes of gradients that the optimizers sum in bfloat16, from the first backward on."""
+        return self.optimizers.gradient_bytes()
+
+    def first_that_fits(self, compile_within: Callable[[Self], None]) -> None:
         """Compile with each form of open states, the exact form first, until the step fits; fix the optimizers' form.
 
         Raises the `BudgetError` of the smallest form if none fits.
         """
-        forms: Sequence[States | None] = STATES if optimizers.has_open_states else (None,)
+        forms: Sequence[States | None] = STATES if self.optimizers.has_open_states else (None,)
         for form in forms:
-            tried = replace(self, states=optimizers.state_bytes(form), chosen=form, is_last=form == forms[-1])
+            tried = replace(self, chosen=form, is_last=form == forms[-1])
             try:
                 tried._compile(compile_within)
             except BudgetError:
@@ -64,7 +65,7 @@ class StepBudget:
                     raise
             else:
                 if form is not None:
-                    optimizers.close_states(form)
+                    self.optimizers.close_states(form)
                 return
 
     def _compile(self, compile_within: Callable[[Self], None]) -> None:
@@ -117,10 +118,11 @@ class StepBudget:
 
     def _fewer(self) -> Iterator[str]:
         """Yield options, as text, that keep weights and states in fewer bytes."""
-        fewer = [f"{form!r}, which take {readable(n)}" for form, n in self.states_in_fewer.items() if n < self.states]
+        sizes = {form: self.optimizers.state_bytes(form, of_all=True) for form in STATES[2:]}
+        fewer = [f"{form!r}, which take {readable(size)}" for form, size in sizes.items() if size < self.states]
         if fewer:
             yield f"give the optimizer states={', or '.join(fewer)}"
-        if self.has_wide_weights:
+        if any(p.dtype.itemsize > 2 for group in self.optimizers.param_groups for p in group["params"]):
             yield "hold weights in bfloat16 (update='stochastic')"
 
 

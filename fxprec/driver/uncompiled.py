@@ -39,11 +39,6 @@ class Frames:
         except FxprecError as error:
             raise compat.through_dynamo(error) from error
 
-    def note_break(self, code: str, reason: str) -> None:
-        """Note an ``"uncompiled"`` event for a graph break."""
-        detail = f"split into several graphs, each planned separately: {reason}"
-        self.log.note("uncompiled", code, detail, step=self.step())
-
 
 class Watched:
     """Base of the backends that ``torch.compile`` gets: a `Backend`, or a name with one `Backend` per wrapper."""
@@ -124,7 +119,8 @@ def _replace(patches: ExitStack) -> None:
             why = f"in the model's own precision: {reason.rstrip('.')}. {mend}"
             tell(wrapper, code, f"leaves {left} uncompiled", why)
         elif (frames := known(wrapper)) is not None:
-            frames.note_break(code, reason)
+            detail = f"split into several graphs, each planned separately: {reason}"
+            frames.log.note("uncompiled", code, detail, step=frames.step())
 
     def tell_of_limit(wrapper: object, code: str, limit: str) -> None:
         tell(wrapper, code, _RUNS, _LIMIT.format(limit))

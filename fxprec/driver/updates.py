@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from fxprec import compat
 from fxprec.config import Settings
 from fxprec.config.grad_scaling import LossScaling
+from fxprec.driver.backward import before_backward
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.wrappers import Run
 from fxprec.errors import ConfigError
@@ -28,8 +29,10 @@ def steppers_of(optimizer: object) -> Sequence[Stepper]:
     found = [one for one in given if isinstance(one, Stepper)]
     if not found or len(found) < len(given):
         other = next((one for one in given if one not in found), optimizer)
+        name = type(other).__name__
+        way = f"fxprec.optim.{name}" if name in _OURS else "an AdamW, Lion, Muon or SGD of fxprec.optim, a list of them"
         why = "and backward can only run steps of fxprec.optim"
-        raise ConfigError(f"optimizer is {_named(other)}, {why}; {_instead_of(other)}")
+        raise ConfigError(f"optimizer is {_named(other)}, {why}; give it {way}, or leave it out")
     return found
 
 
@@ -39,13 +42,6 @@ def _named(optimizer: object) -> str:
     module = kind.__module__
     name = "torch.optim" if module.startswith("torch.optim.") else module
     return kind.__name__ if module == "builtins" else f"{name}.{kind.__name__}"
-
-
-def _instead_of(optimizer: object) -> str:
-    name = type(optimizer).__name__
-    if name in _OURS:
-        return f"give it fxprec.optim.{name}, or leave it out"
-    return "give it an AdamW, Lion, Muon or SGD of fxprec.optim, a list of them, or leave it out"
 
 
 _OURS = ("AdamW", "Lion", "Muon", "SGD")
@@ -89,14 +85,14 @@ class Updates:
             else:
                 held.setdefault(why, []).append(name)
         optimizers = binding.optimizers
-        clipped = [
-            i
+        unclipped = {
+            i: p
             for i, p in stepped.items()
-            if optimizers.holder_of(p).clips_by_this_step and not optimizers.sums_gradients(p)
-        ]
-        if clipped:
+            if not optimizers.holder_of(p).clips_by_this_step or optimizers.sums_gradients(p)
+        }
+        if len(unclipped) < len(stepped):
             log.note("memory", "optimizer", _HELD_TO_CLIP)
-            stepped = {i: p for i, p in stepped.items() if i not in clipped}
+            stepped = unclipped
         for why, names in held.items():
             log.tell(f"optimizer: {', '.join(names)}", f"{_IS_HELD}: {why}")
         if not plans_only:
@@ -116,9 +112,7 @@ class Updates:
         """Count a forward, and add hooks that check the parameters before its backward runs."""
         parameters = list(self.stepped.values())
         self.binding.saw_forward(parameters)
-        for result in results if isinstance(results, list | tuple) else [results]:
-            if isinstance(result, torch.Tensor) and result.requires_grad:
-                compat.on_gradient(result, _before(self.binding, parameters))
+        before_backward(results, lambda: self.binding.before_backward(parameters))
 
     def around(self, run: Run) -> Run:
         """Wrap the backward half ``run``, so that its updates go to the optimizer."""
@@ -135,18 +129,6 @@ _HELD_TO_CLIP = (
     "gradients are held until optimizer.step(): max_norm with norm='exact' clips by the norm of all of them; with "
     "norm='last' backward clips by the last step's and holds none"
 )
-
-
-def _before(binding: InBackward, parameters: Sequence[Parameter]) -> Any:
-    seen = -1
-
-    def check(grad: torch.Tensor) -> None:
-        nonlocal seen
-        if seen != compat.backward_id():
-            seen = compat.backward_id()
-            binding.before_backward(parameters)
-
-    return check
 
 
 def _why_none(settings: Settings, args: Sequence[Any]) -> str | None:
