@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch._inductor import ir, lowering, virtualized
 from torch._inductor.codegen import cpp as _cpp
@@ -47,10 +48,10 @@ def lower_pointwise(target: object, result: Callable[..., torch.dtype], element:
     if target in lowering.lowerings:
         return
 
-    def lower(x: ir.TensorBox, *args: object) -> Any:
+    def lower(x: ir.TensorBox, *args: object) -> ir.TensorBox:
         load, dtype = x.make_loader(), x.get_dtype()
 
-        def inner(index: Sequence[Any]) -> Any:
+        def inner(index: Sequence[sympy.Expr]) -> Any:
             return element(load(index), dtype, *args)
 
         return ir.Pointwise.create(
