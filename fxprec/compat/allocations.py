@@ -223,7 +223,7 @@ def _library_call(path: str) -> str | None:
     return f"{namespaces[2]}::{name}" if namespaces[:2] == ["torch", "ops"] and len(namespaces) == 3 else None
 
 
-def _empty(device: str) -> Any:
+def _empty(device: str) -> object:
     def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 

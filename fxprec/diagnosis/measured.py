@@ -83,7 +83,7 @@ def _compiled(
     compiled = torch.compile(model, backend="inductor" if backend is None else backend)
 
     def under(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> Any:
             with torch.autocast(device.type, torch.bfloat16) if autocast else contextlib.nullcontext():
                 return function(*args, **kwargs)
 

@@ -58,7 +58,7 @@ def convert(x: Tensor, dtype: torch.dtype) -> Tensor:
 def in_float32(operator: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function for a 16-bit GEMM that computes in float32 and rounds, as `fxprec.kernels.wide_gemms`."""
 
-    def run(*args: Any, **options: Any) -> Any:
+    def run(*args: Any, **options: object) -> Tensor | tuple[Tensor | None, ...]:
         wide = tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, (args, options))
         results = operator(*wide[0], **wide[1])
         if isinstance(results, Tensor):

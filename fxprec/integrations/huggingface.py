@@ -44,13 +44,13 @@ class FxprecCallback(TrainerCallback, ExportableState):  # type: ignore[misc, un
         self._model: nn.Module | None = None
 
     def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: object
     ) -> None:
         """Compile the trainer's model."""
         self._compile(model)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: object
     ) -> None:
         """Compile the model of this training, and load fxprec's state if a checkpoint is resumed."""
         earlier = _CALLBACKS.get(model)

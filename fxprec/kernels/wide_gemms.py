@@ -72,15 +72,16 @@ def images_at_once(weight: int) -> int:
     return max(ELEMENTS, weight // 2)
 
 
-def _declare(operator: Any) -> Any:
+def _declare(operator: Any) -> OpOverload:
     """Define an operator of the same name and schema; return it."""
     name = operator._schema.name.removeprefix("aten::")
     _library.define(str(operator._schema).removeprefix("aten::"))
     torch.library.register_fake(f"{NAMESPACE}::{name}", _FAKES.get(operator, partial(_as_in_aten, operator)))
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    declared: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return declared
 
 
-def _as_in_aten(operator: OpOverload, *args: object, **options: object) -> Any:
+def _as_in_aten(operator: OpOverload, *args: object, **options: object) -> object:
     return operator(*args, **options)
 
 
@@ -108,13 +109,13 @@ def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, *options:
     return of_x, of_weight, gradient.new_empty(gradient.shape[1]) if mask[2] else None
 
 
-_FAKES: Mapping[Any, Callable[..., Any]] = {
+_FAKES: Mapping[OpOverload, Callable[..., object]] = {
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
 }
 
 
-WIDE: Mapping[Any, Any] = MappingProxyType(
+WIDE: Mapping[Any, OpOverload] = MappingProxyType(
     {operator: _declare(operator) for operator, spec in TABLE.items() if Trait.WIDE in spec.traits}
 )
 """ATen's operator -> fxprec's operator that computes it in float32."""

@@ -42,11 +42,11 @@ _WHOLE = float_bits(_TWO_23)
 class BlockRow(NamedTuple):
     """A block format's constants, as int32 numbers; "bits" are those of a float32."""
 
-    largest_exponent: object
+    largest_exponent: Tensor | int
     """Exponent of the element format's largest number; e8m0 only."""
-    carry: Any
+    carry: Tensor | int
     """Added to the largest magnitude's bits before its exponent is read; e8m0 only."""
-    largest: Any
+    largest: Tensor | int
     """Bits of the element's largest number."""
 
 

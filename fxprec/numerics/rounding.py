@@ -60,9 +60,8 @@ def quantize(
         _check_out(out, x)
         return _quantize(x.detach(), fmt, rounding, generator, out)
     if torch.is_grad_enabled() and x.requires_grad:
-        apply: Any = _StraightThrough.apply  # typed in some versions of torch only
-        result: torch.Tensor = apply(x, fmt, rounding, generator)
-        return result
+        apply: Callable[..., torch.Tensor] = _StraightThrough.apply  # typed in some versions of torch only
+        return apply(x, fmt, rounding, generator)
     return _quantize(x, fmt, rounding, generator, None)
 
 

@@ -103,7 +103,7 @@ _READERS: Mapping[object, Reader] = {
 def _fields(cls: type) -> Reader:
     """Return a reader of the fields of a dataclass."""
     if cls is Recipe:
-        hints: dict[str, Any] = {
+        hints: dict[str, object] = {
             "name": str,
             **dict.fromkeys(FORMAT_ROLES, FormatName),
             **dict.fromkeys(RECIPE_FLAGS, bool),

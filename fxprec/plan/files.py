@@ -71,7 +71,7 @@ def _row(row: DataclassInstance, optional: Collection[str] = ()) -> dict[str, An
     return {k: v for k, v in data if k not in optional or not (v is None or v is False or v in ("", []))}
 
 
-def _with_lists(value: Any) -> Any:
+def _with_lists(value: object) -> Any:
     """Return data with lists in place of tuples, as a file that is read has them."""
     if isinstance(value, dict):
         return {key: _with_lists(item) for key, item in value.items()}
