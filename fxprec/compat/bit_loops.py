@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import sympy
 import torch
@@ -30,7 +30,7 @@ def packs_in_loops(pack: object, unpack: object, split: Split) -> None:
         load = lowering.view(x, [*before, *slices, *behind]).make_loader()
         at = len(before)
 
-        def byte(index: Sequence[sympy.Expr]) -> Any:
+        def byte(index: Sequence[sympy.Expr]) -> object:
             bits = (load([*index[:at], j, *index[at:]]) for j in range(slices[0]))
             parts = [ops.to_dtype(bit, torch.float32, src_dtype=torch.bool) for bit in bits]
             total = parts[0]
@@ -45,7 +45,7 @@ def packs_in_loops(pack: object, unpack: object, split: Split) -> None:
         before, slices, behind = split([int(size) for size in shape])
         load, at = q.make_loader(), len(before)
 
-        def boolean(index: Sequence[sympy.Expr]) -> Any:
+        def boolean(index: Sequence[sympy.Expr]) -> object:
             byte = ops.to_dtype(load([*index[:at], *index[at + 1 :]]), torch.int32, src_dtype=torch.uint8)
             bit = ops.bitwise_left_shift(ops.constant(1, torch.int32), ops.index_expr(index[at], torch.int32))
             return ops.ne(ops.bitwise_and(byte, bit), ops.constant(0, torch.int32))

@@ -118,14 +118,14 @@ def takes_approximate_logarithm(logarithm: object) -> None:
 _LN_2 = 0.6931471805599453
 
 
-def decompositions() -> dict[OpOverload, Callable[..., Any]]:
+def decompositions() -> dict[OpOverload, Callable[..., object]]:
     """Return Inductor's decompositions."""
     from torch._inductor.decomposition import select_decomp_table
 
     return dict(select_decomp_table())
 
 
-def whole_gemms() -> dict[OpOverload, Callable[..., Any]]:
+def whole_gemms() -> dict[OpOverload, Callable[..., object]]:
     """Return Inductor's decompositions without those that turn small GEMMs into sums of products."""
     gemms = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
     return {op: f for op, f in decompositions().items() if getattr(op, "overloadpacket", op) not in gemms}
@@ -166,7 +166,7 @@ def code_keyed_by(key: str) -> Iterator[None]:
         yield
 
 
-def mode_settings(mode: str) -> dict[str, Any]:
+def mode_settings(mode: str) -> dict[str, object]:
     """Return the settings of Inductor's config for a mode of ``torch.compile``."""
     return dict(list_mode_options(mode))
 
@@ -176,7 +176,7 @@ def makes_cuda_graphs(mode: str) -> bool:
     return bool(mode_settings(mode).get("triton.cudagraphs", config.triton.cudagraphs))
 
 
-ROUNDED_AT_EVERY_OPERATOR: dict[str, Any] = {"emulate_precision_casts": True}
+ROUNDED_AT_EVERY_OPERATOR: dict[str, object] = {"emulate_precision_casts": True}
 """Inductor's setting that rounds a 16-bit value to 16 bits between two operators of one kernel, as memory would."""
 
 

@@ -51,7 +51,7 @@ def over_checkpoints(
     args: object,
     pattern: str,
     *,
-    loss: Callable[[Any], Any] | None = None,
+    loss: Callable[[Any], object] | None = None,
     options: Mapping[str, Any] | None = None,
     tell: Callable[[str], None] = print,
 ) -> Course:

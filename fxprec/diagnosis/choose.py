@@ -186,7 +186,7 @@ def _checked(train: object, options: Mapping[str, Any], ratios: Sequence[float])
     return found
 
 
-def _trial(train: Train, options: Mapping[str, Any], asked: float, seeds: int) -> Trial:
+def _trial(train: Train, options: Mapping[str, object], asked: float, seeds: int) -> Trial:
     scores, held, promoted, saved = [], [], [], []
     for seed in range(seeds):
         backend = Backend(Config.from_options({**options, "low_ratio": asked}))

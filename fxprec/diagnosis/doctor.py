@@ -89,7 +89,7 @@ def doctor(
     model: object,
     args: object,
     *,
-    loss: Callable[[Any], Any] | None = None,
+    loss: Callable[[Any], object] | None = None,
     options: Mapping[str, Any] | None = None,
     tell: Tell | None = None,
 ) -> Diagnosis:

@@ -136,7 +136,7 @@ class Examined:
         """Re-run the step with the operands of these GEMMs rounded; predict the damage from their own re-runs."""
         return self._check(name, rows, self._with_gemms({row.gemm for row in rows}))
 
-    def _with_gemms(self, gemms: set[int]) -> list[Any]:
+    def _with_gemms(self, gemms: set[int]) -> list[object]:
         def some(cast: Cast, x: Tensor) -> Tensor:
             is_rounded = cast.operand_of is not None and cast.operand_of[0] in gemms
             return self.as_planned(cast, x) if is_rounded else exact(cast, x)

@@ -83,7 +83,7 @@ def not_trained_yet(model: object, options: object) -> tuple[object, Any]:
     return getattr(model, "_orig_mod", model), {**_compiled_with(backend), **(options or {})}
 
 
-def _compiled_with(backend: Backend) -> dict[str, Any]:
+def _compiled_with(backend: Backend) -> dict[str, object]:
     """Return the options that a backend was made with, without those that equal the default."""
     plain = Config()
     given = {f.name: getattr(backend.config, f.name) for f in fields(plain)}

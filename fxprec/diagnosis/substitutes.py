@@ -81,6 +81,6 @@ _OWN: Mapping[object, Callable[..., Any]] = {
     prims.convert_element_type.default: convert,
     Rotate.target: rotated,
 }
-SUBSTITUTES: Mapping[object, Callable[..., Any]] = MappingProxyType(
+SUBSTITUTES: Mapping[object, Callable[..., object]] = MappingProxyType(
     {**_OWN, **{wide: in_float32(_OWN.get(operator, operator)) for operator, wide in WIDE.items()}}
 )

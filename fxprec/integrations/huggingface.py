@@ -120,6 +120,6 @@ class FxprecCallback(TrainerCallback, ExportableState):  # type: ignore[misc, un
         return dict(backends_in(self._model))
 
 
-def _exported(found: dict[str, Any]) -> dict[str, Any]:
+def _exported(found: dict[str, object]) -> dict[str, object]:
     """Return data in the form of `ExportableState.state`. The trainer reads two entries, fxprec reads the third."""
     return {"args": {}, "attributes": {}, _STATE: found}

@@ -17,7 +17,7 @@ TOLD_BY_FLOAT32 = 1e-3
 
 
 def largest_error(
-    factory: Callable[[], Any], inputs: object = None, options: Mapping[str, Any] | None = None
+    factory: Callable[[], object], inputs: object = None, options: Mapping[str, Any] | None = None
 ) -> tuple[str, float]:
     """Return the tensor of one training step that is furthest from float64, and its relative L2 error.
 

@@ -148,7 +148,7 @@ class _Recorder(Interpreter):
         super().__init__(gm)
         self.values: dict[str, Input] = {}
 
-    def run_node(self, n: Node) -> Any:
+    def run_node(self, n: Node) -> object:
         value = super().run_node(n)
         if isinstance(value, Tensor) and not value.dtype.is_complex:
             self.values[n.name] = Input.like(value, "input")

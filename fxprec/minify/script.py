@@ -111,7 +111,7 @@ def _made(spec: Input, seed: int) -> str:
     return f"integers({common}, {spec.low!r}, {spec.high!r})"
 
 
-def _imports(names: Mapping[str, Any], source: str) -> str:
+def _imports(names: Mapping[str, object], source: str) -> str:
     """Return the lines that define the names in a graph's code."""
     lines = []
     for name, value in sorted(names.items()):

@@ -66,7 +66,7 @@ def _moments(entry: Entry) -> tuple[tuple[int, ...], ...]:
     return rows
 
 
-def _rows(read: Reader, entry: Entry) -> tuple[Any, ...]:
+def _rows(read: Reader, entry: Entry) -> tuple[object, ...]:
     """Read a table whose rows have their position as ``id``."""
     rows = []
     for i, item in enumerate(entry.items()):

@@ -44,7 +44,7 @@ def _spares_training(write: F) -> F:
     """Let a failed write end the dump instead of the training, once training has begun."""
 
     @wraps(write)
-    def spared(dump: GraphDump, *args: object, **kwargs: object) -> Any:
+    def spared(dump: GraphDump, *args: object, **kwargs: object) -> object:
         if dump.is_given_up:
             return None
         try:

@@ -79,7 +79,7 @@ class Outcome:
 
 
 def verify(
-    factory: Callable[[], Any],
+    factory: Callable[[], object],
     inputs: object = None,
     *,
     options: Mapping[str, Any] | None = None,

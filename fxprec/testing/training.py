@@ -69,7 +69,7 @@ class Curve:
 
 
 def verify_training(
-    factory: Callable[[], Any],
+    factory: Callable[[], object],
     batches: Batches,
     *,
     steps: int = 20,
@@ -108,7 +108,7 @@ def verify_training(
 
 
 def _train(
-    factory: Callable[[], Any],
+    factory: Callable[[], object],
     batches: Batches,
     steps: int,
     config: Config,

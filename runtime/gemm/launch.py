@@ -107,7 +107,7 @@ def enqueue(kernel: TritonKernel, grid: tuple[int, ...], *arguments: object, **o
         kernel[grid](*arguments, **options)
 
 
-def note_alternatives(kernel: TritonKernel, arguments: Sequence[Any], options: Sequence[dict[str, Any]]) -> None:
+def note_alternatives(kernel: TritonKernel, arguments: Sequence[object], options: Sequence[dict[str, object]]) -> None:
     """Note launches of which the first run will choose the fastest."""
     found = _noted.get()
     assert found is not None
