@@ -99,7 +99,7 @@ def fakes_like(values: Sequence[object], mode: FakeTensorMode) -> list[object]:
         return [_fake_like(value) for value in values]
 
 
-def _fake_like(value: object) -> Any:
+def _fake_like(value: object) -> object:
     if not isinstance(value, Tensor):
         return _number(value)
     size, stride = ([_number(n) for n in dims] for dims in (value.shape, value.stride()))

@@ -53,7 +53,7 @@ class StoredHalf(OutputCode):
         """Remove the code; AOTAutograd calls this on the copy that it stores."""
         self.run = _without_code
 
-    def post_compile(self, example_inputs: Sequence[Any], constants: object, graph_kwargs: Any) -> None:
+    def post_compile(self, example_inputs: Sequence[object], constants: object, graph_kwargs: Any) -> None:
         """Load the code of a stored half from Inductor's cache. Raises torch's exceptions for a miss."""
         load = _load.get()
         if load is None or self._fx_graph_cache_key is None:

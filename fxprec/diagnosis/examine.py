@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 from torch import Tensor
 
@@ -165,7 +164,7 @@ class Examined:
         costs = [row.planned if (f := stored[row.site]) is None else row.costs[f] for row in rows]
         return self._check(name, costs, self.lab.run(some))
 
-    def _check(self, name: str, costs: Sequence[Cost | GemmRow], returned: Sequence[Any]) -> Check:
+    def _check(self, name: str, costs: Sequence[Cost | GemmRow], returned: Sequence[object]) -> Check:
         """Return the damage of a re-run beside that of its parts."""
         progress = [cost.progress for cost in costs]
         return Check(

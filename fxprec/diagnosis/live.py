@@ -54,7 +54,7 @@ class Live:
         subject = Subject.of(getattr(given, "_orig_mod", given), args, loss)
         return cls(backend, subject.name, lambda: _left_as_it_was(subject, given, backend))
 
-    def own_options(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    def own_options(self, options: Mapping[str, object] | None) -> dict[str, Any]:
         """Return the backend's options and those of the diagnosis. Raises `ConfigError` for other options."""
         given = options_of(options, f"of {', '.join(OWN)}")
         foreign = [name for name in given if name not in OWN]

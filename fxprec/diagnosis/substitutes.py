@@ -75,7 +75,7 @@ def finite_exp(x: Tensor) -> Tensor:
     return torch.exp(x.clamp(max=math.log(torch.finfo(x.dtype).max / 2)))
 
 
-_OWN: Mapping[object, Callable[..., Any]] = {
+_OWN: Mapping[object, Callable[..., object]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
     aten.exp.default: finite_exp,
     prims.convert_element_type.default: convert,

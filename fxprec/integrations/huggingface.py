@@ -37,7 +37,7 @@ class FxprecCallback(TrainerCallback, ExportableState):  # type: ignore[misc, un
     """
 
     def __init__(
-        self, options: Mapping[str, Any] | None = None, *, layer: str | None = None, log_to: object = None
+        self, options: Mapping[str, object] | None = None, *, layer: str | None = None, log_to: object = None
     ) -> None:
         check_target(log_to)
         self.options, self.layer, self.log_to = checked(options), layer, log_to

@@ -7,7 +7,6 @@ import math
 import re
 import types
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -70,7 +69,7 @@ def script(
     *,
     target: str,
     failure: str,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     seed: int,
     limit: float | None,
     steps: int,

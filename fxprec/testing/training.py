@@ -74,7 +74,7 @@ def verify_training(
     *,
     steps: int = 20,
     seeds: int = 5,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     loss: TargetLoss | None = None,
     optimizer: MakeOptimizer | None = None,
     golden: Path,

@@ -63,7 +63,7 @@ class SizeNodes:
         more = self._call(operator.add, (found, per_program - 1), _value(found) + (per_program - 1))
         return self._call(operator.floordiv, (more, per_program), _value(more) // per_program)
 
-    def _call(self, target: Callable[..., Any], args: tuple[Any, ...], val: object) -> Node:
+    def _call(self, target: Callable[..., object], args: tuple[Any, ...], val: object) -> Node:
         node = self.graph.call_function(target, args)
         node.meta["val"] = val
         return node
