@@ -37,7 +37,7 @@ class Planned(Exception):
     """Raised to end a compilation once its plan is made, if only the plan is needed."""
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def _spares_training(write: F) -> F:

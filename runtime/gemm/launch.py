@@ -48,12 +48,12 @@ class Launch:
 
     kernel: TritonKernel
     device: torch.device
-    arguments: tuple[Any, ...]
-    options: tuple[tuple[str, Any], ...]
+    arguments: tuple[Pointer | int, ...]
+    options: tuple[tuple[str, object], ...]
     """Keyword arguments in the order of the call: their order is part of Triton's key for compiled code."""
 
     @classmethod
-    def of(cls, kernel: TritonKernel, arguments: Sequence[Any], options: dict[str, Any]) -> Launch:
+    def of(cls, kernel: TritonKernel, arguments: Sequence[Any], options: dict[str, object]) -> Launch:
         """Describe a launch with these arguments."""
         device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
         return cls(kernel, device, tuple(map(_specialised, arguments)), tuple(options.items()))

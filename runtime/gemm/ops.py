@@ -147,7 +147,7 @@ def _named(function: Callable[..., object]) -> Callable[..., object]:
     """Wrap ``function`` so that Triton's own errors become one line with the kernel, the cause and the way out."""
 
     @functools.wraps(function)
-    def call(first: torch.Tensor, *args: object) -> Any:
+    def call(first: torch.Tensor, *args: object) -> object:
         try:
             return function(first, *args)
         except Exception as error:
