@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import sympy
 import torch
-
-if TYPE_CHECKING:
-    from torch._inductor.ir import TensorBox
 
 Split = Callable[[Sequence[int]], tuple[list[int], list[int], list[int]]]
 
@@ -24,7 +20,7 @@ def packs_in_loops(pack: object, unpack: object, split: Split) -> None:
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import ops
 
-    def packed(x: TensorBox) -> TensorBox:
+    def packed(x: ir.TensorBox) -> ir.TensorBox:
         before, slices, behind = split([int(size) for size in x.get_size()])
         x.mark_reuse(slices[0])
         load = lowering.view(x, [*before, *slices, *behind]).make_loader()
@@ -41,7 +37,7 @@ def packs_in_loops(pack: object, unpack: object, split: Split) -> None:
         ranges = [*before, slices[1], *behind]
         return ir.Pointwise.create(device=x.get_device(), dtype=torch.uint8, inner_fn=byte, ranges=ranges)
 
-    def unpacked(q: TensorBox, shape: Sequence[sympy.Expr]) -> TensorBox:
+    def unpacked(q: ir.TensorBox, shape: Sequence[sympy.Expr]) -> ir.TensorBox:
         before, slices, behind = split([int(size) for size in shape])
         load, at = q.make_loader(), len(before)
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 
-def process_group_store() -> tuple[int, int, Store] | None:
+def process_group_store() -> tuple[int, int, Any] | None:
     """Return rank, world size and store of the default process group; None without a group or with one rank."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None

@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from typing import TypeAlias
 
 from torch._inductor import config, scheduler
 from torch._inductor.dependencies import MemoryDep
-
-Kernel: TypeAlias = "scheduler.BaseSchedulerNode"
 
 
 @contextlib.contextmanager
@@ -65,4 +62,5 @@ def _loads(nodes: list[Kernel]) -> set[str]:
     return {dep.name for dep in reads if isinstance(dep, MemoryDep)} - made
 
 
+Kernel = scheduler.BaseSchedulerNode
 _LIMIT = "mix_order_reduction_max_reads"

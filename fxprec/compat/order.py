@@ -113,8 +113,7 @@ def _as_kernel(nodes: Sequence[Scheduled], at: Mapping[Scheduled, int]) -> Order
         reads |= {b.get_name(): _bytes(b) for b in read}
         after |= {at[n] for n in node.mpi_node.pred_nodes}
     others = {name: size for name, size in reads.items() if name not in makes}
-    first = nodes[0].node if nodes[0].is_extern() else None
-    call = None if first is None else first.get_origin_node()
+    call = nodes[0].node.get_origin_node() if nodes[0].is_extern() and nodes[0].node is not None else None
     return makes, others, frozenset(after - {at[nodes[0]]}), call, frozenset(_over(nodes[0]))
 
 

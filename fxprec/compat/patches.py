@@ -57,9 +57,7 @@ def tell_of_missing(cause: object, lost: str) -> None:
 
 
 _INHERITED = object()
-_left: dict[
-    object, object
-] = {}  # by replacement whose context ended while a later one was in force: what it had replaced
+_left: dict[object, object] = {}  # what a replacement replaced whose context ended before a later one's
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from fxprec.errors import FxprecError
 
 if TYPE_CHECKING:
     from torch._C._dynamo.eval_frame import _PyInterpreterFrame as Frame
-    from torch._dynamo.convert_frame import ConvertFrame, ConvertFrameAssert
+    from torch._dynamo.convert_frame import ConvertFrameAssert
     from torch._dynamo.types import ConvertFrameReturn as Converted
 
 
@@ -56,7 +56,7 @@ def suppressed_errors(tell: Callable[[object, str, object, str], None]) -> Itera
                     kept.error = told
             raise
 
-    def convert_and_raise(self: ConvertFrame, *args: object, **options: object) -> Converted:
+    def convert_and_raise(self: object, *args: object, **options: object) -> Converted:
         before, kept.error = kept.error, None
         try:
             result = convert(self, *args, **options)

@@ -72,13 +72,12 @@ def images_at_once(weight: int) -> int:
     return max(ELEMENTS, weight // 2)
 
 
-def _declare(operator: Any) -> OpOverload:
+def _declare(operator: Any) -> Any:
     """Define an operator of the same name and schema; return it."""
     name = operator._schema.name.removeprefix("aten::")
     _library.define(str(operator._schema).removeprefix("aten::"))
     torch.library.register_fake(f"{NAMESPACE}::{name}", _FAKES.get(operator, partial(_as_in_aten, operator)))
-    declared: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
-    return declared
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 def _as_in_aten(operator: OpOverload, *args: object, **options: object) -> object:

@@ -8,14 +8,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fxprec import compat
 from fxprec.errors import first_line
-
-if TYPE_CHECKING:
-    from triton import JITFunction
-    from triton.compiler import CompiledKernel
 
 ARCHITECTURES = (80, 89, 90, 100)
 # Bytes of shared memory that a block can have (CUDA programming guide, compute capabilities).
@@ -52,8 +48,8 @@ class Resources:
 
 
 def compile_for(
-    kernel: JITFunction, signature: Mapping[str, str], constants: Mapping[str, object], arch: int, **options: object
-) -> CompiledKernel:
+    kernel: Any, signature: Mapping[str, str], constants: Mapping[str, object], arch: int, **options: object
+) -> Any:
     """Return the compiled kernel. ``signature`` has the types of run-time arguments, ``constants`` the other arguments.
 
     A type that ends in ``:16`` is divisible by 16, as Triton's launcher would find an aligned pointer or a size to be.
@@ -67,9 +63,7 @@ def compile_for(
     return compat.compile_triton(kernel, ordered, constants, aligned, arch, {"enable_fp_fusion": False, **options})
 
 
-def compile_generated(
-    source: str, name: str, parameters: Sequence[tuple[str, str]], num_warps: int, arch: int
-) -> CompiledKernel:
+def compile_generated(source: str, name: str, parameters: Sequence[tuple[str, str]], num_warps: int, arch: int) -> Any:
     """Compile a generated kernel as Inductor does: products may be contracted. Pointers are multiples of 16."""
     function = compat.load_kernel(source, name)
     function = getattr(function, "fn", function) if type(function).__name__ == "Autotuner" else function
@@ -86,7 +80,7 @@ def why_not_generated(source: str, name: str, parameters: Sequence[tuple[str, st
     return None
 
 
-def resources(compiled: CompiledKernel, arch: int) -> Resources:
+def resources(compiled: Any, arch: int) -> Resources:
     """Return what a compiled kernel uses, as NVIDIA's own disassembler reads it from the cubin.
 
     Local memory that Triton itself declares (a byte that a math function declares and nobody reads) is not a spill.
@@ -103,7 +97,7 @@ def _aligned(size: int) -> int:
     return (size + 7) // 8 * 8
 
 
-def disassembled(compiled: CompiledKernel, option: str) -> str:
+def disassembled(compiled: Any, option: str) -> str:
     """Return what ``cuobjdump`` prints for a compiled kernel; ``option``: ``-sass``, ``--dump-resource-usage``."""
     tool = compat.triton_tool("cuobjdump")
     with tempfile.TemporaryDirectory() as folder:

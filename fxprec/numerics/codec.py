@@ -112,8 +112,7 @@ def _code(rounded: _Rounded, magnitude: Tensor, row: FormatRow[Scalar], code: Co
 
 
 def _code_sign(bits: Tensor, code: CodeRow[Scalar]) -> Tensor:
-    sign: Tensor = _shifted(bits, code.sign_shift) & code.sign
-    return sign
+    return _shifted(bits, code.sign_shift) & code.sign
 
 
 def stored(x: Tensor, row: FormatRow[Scalar], code: CodeRow[Scalar]) -> tuple[Tensor, Tensor]:
