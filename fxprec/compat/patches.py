@@ -57,7 +57,7 @@ def tell_of_missing(cause: object, lost: str) -> None:
 
 
 _INHERITED = object()
-_left: dict[object, object] = {}  # what a replacement replaced whose context ended before a later one's
+_left: dict[object, object] = {}  # by replacement that ended before a later one: what it had replaced
 
 
 @contextmanager
