@@ -383,7 +383,7 @@ class Controller:
         if self.copies is not None:
             self.copies.load_state_dict(state.get("copies", {}))
 
-    def refuse_another(self, state: Mapping[str, Any]) -> Plan:
+    def refuse_another(self, state: Mapping[str, object]) -> Plan:
         """Return the plan of a saved state of this graph. Raises `PlanError` for any other state."""
         return saved_plan(state, self.plan, self.keeper)
 

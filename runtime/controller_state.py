@@ -10,7 +10,7 @@ from fxprec.plan import Plan
 from fxprec.runtime.scaling.keeper import Keeper
 
 
-def plan_of(state: Mapping[str, Any]) -> Plan:
+def plan_of(state: Mapping[str, object]) -> Plan:
     """Return the plan in a graph's saved state."""
     return Plan.from_dict(state["plan"])
 

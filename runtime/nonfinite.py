@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fxprec.numerics.formats import parse
 from fxprec.plan import Site
@@ -153,7 +154,7 @@ def _end(site: Site) -> float:
     return fmt.largest if fmt.overflow == "saturate" else math.inf
 
 
-def _usual(early: np.ndarray[Any, Any]) -> float:
+def _usual(early: NDArray[np.float64]) -> float:
     known = early[np.isfinite(early)]
     return float(np.median(known)) if len(known) else math.inf
 
@@ -172,7 +173,7 @@ class _Ring:
         self._values[at] = [(s.amax, s.overflow_ratio, s.underflow_ratio) for s in arrived]
         self._count += 1
 
-    def column(self, i: int) -> np.ndarray[Any, Any]:
+    def column(self, i: int) -> NDArray[np.float64]:
         """Return (step, amax, overflow ratio, underflow ratio) of the i-th row, oldest first."""
         table = np.column_stack([self._steps, self._values[:, i]])
         return table[: self._count] if self._count <= WINDOW else np.roll(table, -(self._count % WINDOW), axis=0)
@@ -181,7 +182,7 @@ class _Ring:
 class _Series:
     """(step, amax, overflow ratio, underflow ratio) of one row, oldest first."""
 
-    def __init__(self, table: np.ndarray[Any, Any]) -> None:
+    def __init__(self, table: NDArray[np.float64]) -> None:
         self._table = table
 
     def rows(self) -> tuple[tuple[int, float, float, float], ...]:

@@ -203,7 +203,7 @@ class StatsQueue:
             self._steps = deque(steps)
 
 
-def to_plain(stats: SiteStats) -> dict[str, Any]:
+def to_plain(stats: SiteStats) -> dict[str, object]:
     """Return statistics as plain JSON data. Non-finite numbers become strings."""
     found = {**stats._asdict(), "counts": list(stats.counts)}
     return {key: str(x) if isinstance(x, float) and not math.isfinite(x) else x for key, x in found.items()}

@@ -70,13 +70,13 @@ class LiveBytes:
         self.peak = max(self.peak, live)
 
 
-def storages_of(values: Sequence[Any]) -> frozenset[int]:
+def storages_of(values: Sequence[object]) -> frozenset[int]:
     """Return numbers that identify the storages of fake tensors, valid while the storages live."""
     return frozenset(storage for storage, _ in _storages(values))
 
 
 def storage_bytes(
-    values: Sequence[Any], free: Collection[int], device: str | None = "cpu", taken: Callable[[int], int] = int
+    values: Sequence[object], free: Collection[int], device: str | None = "cpu", taken: Callable[[int], int] = int
 ) -> int:
     """Return the bytes ``taken`` for storages of tensors, each once, without ``free``. ``device`` None: any device."""
     return sum(taken(size) for storage, size in dict(_storages(values, device)).items() if storage not in free)
@@ -93,13 +93,13 @@ def _storages(value: object, device: str | None = None) -> Iterator[tuple[int, i
             yield from _storages(each, device)
 
 
-def fakes_like(values: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
+def fakes_like(values: Sequence[object], mode: FakeTensorMode) -> list[object]:
     """Return new fake tensors with the values' sizes and strides (hints of symbolic ones), and numbers unchanged."""
     with mode:
         return [_fake_like(value) for value in values]
 
 
-def _fake_like(value: object) -> Any:
+def _fake_like(value: object) -> object:
     if not isinstance(value, Tensor):
         return _number(value)
     size, stride = ([_number(n) for n in dims] for dims in (value.shape, value.stride()))
@@ -112,7 +112,7 @@ def _number(value: object) -> Any:
     return value.node.hint if isinstance(value, torch.SymFloat) else value
 
 
-def replayed(code: object, inputs: Sequence[Any], mode: FakeTensorMode, memory: LiveBytes) -> tuple[Any, ...]:
+def replayed(code: object, inputs: Sequence[object], mode: FakeTensorMode, memory: LiveBytes) -> tuple[object, ...]:
     """Run the code of a compiled graph on fake ``inputs``, which it may free; return its results, which stay live.
 
     Results alias each other and inputs as in the compiled graph. Raises `NotReplayedError` for code that cannot be
@@ -144,8 +144,8 @@ def _functions(source: str) -> list[ast.FunctionDef]:
 
 
 def _partition(
-    function: ast.FunctionDef, shared: dict[str, Any], memory: LiveBytes, args: list[Any]
-) -> tuple[Any, ...]:
+    function: ast.FunctionDef, shared: dict[str, object], memory: LiveBytes, args: list[object]
+) -> tuple[object, ...]:
     """Run a part of the code on its caller's list of arguments, and free what the part does not return."""
     run = _Run({**shared, "args": args}, memory)
     for statement in function.body:
@@ -155,7 +155,7 @@ def _partition(
     return run.results
 
 
-def _constants(code: object, mode: FakeTensorMode) -> dict[str, Any]:
+def _constants(code: object, mode: FakeTensorMode) -> dict[str, object]:
     constants = getattr(code, "constants", None) or {}
     return dict(zip(constants, fakes_like(list(constants.values()), mode), strict=True))
 
@@ -223,7 +223,7 @@ def _library_call(path: str) -> str | None:
     return f"{namespaces[2]}::{name}" if namespaces[:2] == ["torch", "ops"] and len(namespaces) == 3 else None
 
 
-def _empty(device: str) -> Any:
+def _empty(device: str) -> object:
     def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
@@ -238,7 +238,7 @@ def _device(*args: object) -> None:
     """Replace the call that returns a stream, which allocates nothing."""
 
 
-_NAMES: dict[str, Any] = {
+_NAMES: dict[str, object] = {
     "torch": torch,
     "math": math,
     "inf": math.inf,

@@ -24,14 +24,14 @@ def bytes_in_registers() -> Iterator[None]:
     kernel: Any = _cpp.CppVecKernel
     load, convert = kernel._get_vec_load_line, kernel.get_to_dtype_expr
 
-    def get_vec_load_line(self: Any, *args: object, **kwargs: object) -> Any:
+    def get_vec_load_line(self: _cpp.CppVecKernel, *args: object, **kwargs: object) -> str:
         line = load(self, *args, **kwargs)
         found = _LOAD.fullmatch(str(line)) if isinstance(self.vec_isa, VecAVX2) else None
         return line if found is None else _loaded(*found.groups())
 
     def get_to_dtype_expr(
         self: Any, src: Any, dtype: torch.dtype, src_dtype: torch.dtype, *args: object, **kwargs: object
-    ) -> Any:
+    ) -> object:
         if src_dtype == torch.int32 and dtype == torch.uint8 and src.is_vec and isinstance(self.vec_isa, VecAVX2):
             ints, narrow = self._get_vec_type(src_dtype), self._get_vec_type(dtype)
             if ints == _INTS:

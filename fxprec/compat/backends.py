@@ -97,7 +97,7 @@ def forget_name(name: str) -> None:
         _table("_COMPILER_FNS").pop(name, None)
 
 
-def _table(name: str) -> dict[str, Any]:
+def _table(name: str) -> dict[str, object]:
     return getattr(registry, name, {})
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import sympy
 import torch
 
 Split = Callable[[Sequence[int]], tuple[list[int], list[int], list[int]]]
@@ -20,13 +20,13 @@ def packs_in_loops(pack: object, unpack: object, split: Split) -> None:
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import ops
 
-    def packed(x: Any) -> Any:
+    def packed(x: ir.TensorBox) -> ir.TensorBox:
         before, slices, behind = split([int(size) for size in x.get_size()])
         x.mark_reuse(slices[0])
         load = lowering.view(x, [*before, *slices, *behind]).make_loader()
         at = len(before)
 
-        def byte(index: Sequence[Any]) -> Any:
+        def byte(index: Sequence[sympy.Expr]) -> object:
             bits = (load([*index[:at], j, *index[at:]]) for j in range(slices[0]))
             parts = [ops.to_dtype(bit, torch.float32, src_dtype=torch.bool) for bit in bits]
             total = parts[0]
@@ -37,11 +37,11 @@ def packs_in_loops(pack: object, unpack: object, split: Split) -> None:
         ranges = [*before, slices[1], *behind]
         return ir.Pointwise.create(device=x.get_device(), dtype=torch.uint8, inner_fn=byte, ranges=ranges)
 
-    def unpacked(q: Any, shape: Sequence[Any]) -> Any:
+    def unpacked(q: ir.TensorBox, shape: Sequence[sympy.Expr]) -> ir.TensorBox:
         before, slices, behind = split([int(size) for size in shape])
         load, at = q.make_loader(), len(before)
 
-        def boolean(index: Sequence[Any]) -> Any:
+        def boolean(index: Sequence[sympy.Expr]) -> object:
             byte = ops.to_dtype(load([*index[:at], *index[at + 1 :]]), torch.int32, src_dtype=torch.uint8)
             bit = ops.bitwise_left_shift(ops.constant(1, torch.int32), ops.index_expr(index[at], torch.int32))
             return ops.ne(ops.bitwise_and(byte, bit), ops.constant(0, torch.int32))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch._inductor import ir, lowering, virtualized
 from torch._inductor.codegen import cpp as _cpp
@@ -33,7 +34,7 @@ def _of_vectors() -> Iterator[None]:
         yield
         return
 
-    def to_dtype_bitcast(x: Any, dtype: torch.dtype, src_dtype: torch.dtype, *args: object, **kwargs: object) -> Any:
+    def to_dtype_bitcast(x: Any, dtype: torch.dtype, src_dtype: torch.dtype, *args: object, **kwargs: object) -> object:
         if args or kwargs or x.dtype != src_dtype or dtype.itemsize != src_dtype.itemsize:
             return one_by_one.__func__(x, dtype, src_dtype, *args, **kwargs)
         # not std::bit_cast: it needs C++20, and Inductor's code before torch 2.12 is older C++
@@ -49,26 +50,25 @@ def _of_vectors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _of_values() -> Iterator[None]:
-    table: MutableMapping[Any, Callable[..., Any]] = lowering.lowerings
-    of_storage = table[_VIEW]
+    of_storage: Callable[..., ir.TensorBox] = lowering.lowerings[_VIEW]
 
-    def view(x: Any, dtype: torch.dtype, *args: object, **kwargs: object) -> Any:
+    def view(x: ir.TensorBox, dtype: torch.dtype, *args: object, **kwargs: object) -> ir.TensorBox:
         source = x.get_dtype()
         as_wide = dtype != source and dtype.itemsize == source.itemsize and not (dtype.is_complex or source.is_complex)
-        if args or kwargs or not as_wide or x.get_device().type != "cpu" or ir.is_storage_and_layout(x):
+        if args or kwargs or not as_wide or x.get_device_or_error().type != "cpu" or ir.is_storage_and_layout(x):
             return of_storage(x, dtype, *args, **kwargs)
         load = x.make_loader()
 
-        def bits(index: Sequence[Any]) -> Any:
+        def bits(index: Sequence[sympy.Expr]) -> Any:
             return virtualized.ops.to_dtype_bitcast(load(index), dtype, source)
 
         return ir.Pointwise.create(device=x.get_device(), dtype=dtype, inner_fn=bits, ranges=list(x.get_size()))
 
-    table[_VIEW] = view
+    lowering.lowerings[_VIEW] = view
     try:
         yield
     finally:
-        table[_VIEW] = of_storage
+        lowering.lowerings[_VIEW] = of_storage
 
 
 _VIEW = torch.ops.aten.view.dtype

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import torch
 import torch._functorch.config
@@ -54,6 +53,6 @@ def annotate_budget(graph: Graph, known: Collection[Node]) -> None:
                 node.meta["custom"] = {**annotated.meta["custom"], **node.meta.get("custom", {})}
 
 
-_annotated_budget: Callable[[Any], float | None] = getattr(
+_annotated_budget: Callable[[object], float | None] = getattr(
     torch.fx.traceback, "_get_memory_budget_annotation", lambda node: None
 )

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch._dynamo.backends.distributed import DDPOptimizer
@@ -14,6 +14,7 @@ from torch._dynamo.exc import RestartAnalysis, ShortenTraceback
 from torch._dynamo.output_graph import OutputGraph
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(\w+)_at_\d+")
+T = TypeVar("T")
 
 
 def calling_wrapper() -> object | None:
@@ -36,7 +37,7 @@ def traced_model() -> str:
     return ""
 
 
-def _callers(kind: type) -> Iterator[Any]:
+def _callers(kind: type[T]) -> Iterator[T]:
     """Yield the objects of a class whose methods are on the call stack, the innermost first.
 
     ``f_locals`` is read only for matching frames. For other frames Python would keep a copy of the locals, such as the

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ def converting_fakes() -> Iterator[None]:
             made[key] = function, own, new
         return made[key][2]
 
-    def apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> object:
         for child in module.children() if recurse else ():
             child._apply(function)
         for tensors in (module._parameters, module._buffers):

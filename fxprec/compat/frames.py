@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from types import CodeType, FrameType
-from typing import Any
+from types import CodeType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dynamo import convert_frame, external_utils
@@ -24,12 +24,21 @@ from torch.nn import Module
 from fxprec.compat.backends import innermost_backend
 from fxprec.compat.patches import replaced, tell_of_missing
 
+if TYPE_CHECKING:
+    from torch._C._dynamo.eval_frame import _PyInterpreterFrame as Frame
+    from torch._dynamo.cache_size import CacheSizeRelevantForFrame
+    from torch._dynamo.convert_frame import ConvertFrame, ConvertFrameAssert
+    from torch._dynamo.output_graph import GraphCompileReason
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase as Translator
+    from torch._dynamo.types import ConvertFrameReturn as Converted
+    from torch._guards import CompileId
+
 
 @dataclass
 class Compilations:
     """The number of Dynamo's compilations for one model."""
 
-    by_frame: Counter[int] = field(default_factory=Counter)
+    by_frame: Counter[int | None] = field(default_factory=Counter)
     """Number of compilations by Dynamo's frame id."""
     at_limit: dict[CodeType, tuple[int, int]] = field(default_factory=dict)
     """Functions that hit a recompile limit for this model, with Dynamo's limits at that time."""
@@ -48,7 +57,7 @@ def recompiles_per_model(
     """
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-    def exceeds_for_this_model(cache_size: Any, compile_id: Any) -> tuple[bool, str]:
+    def exceeds_for_this_model(cache_size: CacheSizeRelevantForFrame, compile_id: CompileId) -> tuple[bool, str]:
         caller = sys._getframe(1).f_locals
         code, function = caller.get("code"), caller.get("compiler_fn")
         if not isinstance(code, CodeType) or function is None:
@@ -68,8 +77,8 @@ def recompiles_per_model(
             known.at_limit[code] = _limits()
         return exceeded, limit
 
-    def for_this_model(convert: Callable[..., Any]) -> Callable[..., Any]:
-        def convert_frame_of(self: Any, frame: Any, *args: Any, **options: Any) -> Any:
+    def for_this_model(convert: Callable[..., Converted]) -> Callable[..., Converted]:
+        def convert_frame_of(self: ConvertFrame, frame: Frame, *args: object, **options: object) -> Converted:
             known = compilations_of(innermost_backend(self._torchdynamo_orig_backend))
             at_limit = {} if known is None else known.at_limit
             if at_limit.get(frame.f_code) == _limits():
@@ -79,10 +88,10 @@ def recompiles_per_model(
 
         return convert_frame_of
 
-    exceeds: Callable[[Any, Any], tuple[bool, str]] = _dynamo.exceeds_recompile_limit
+    exceeds: Callable[..., tuple[bool, str]] = _dynamo.exceeds_recompile_limit
     with (
         replaced(_dynamo, "exceeds_recompile_limit", lambda _: exceeds_for_this_model),
-        replaced(_dynamo.ConvertFrame, "__call__", for_this_model),
+        replaced(convert_frame.ConvertFrame, "__call__", for_this_model),
     ):
         yield
 
@@ -93,7 +102,7 @@ def _limits() -> tuple[int, int]:
 
 _dynamo: Any = convert_frame
 _ALONE = _dynamo.FrameExecStrategy(_dynamo.FrameAction.RUN_ONLY, _dynamo.FrameAction.RUN_ONLY)
-RUN_ONLY = _dynamo.ConvertFrameReturn(_ALONE, apply_to_code=False)
+RUN_ONLY: Converted = _dynamo.ConvertFrameReturn(_ALONE, apply_to_code=False)
 """A result that makes Dynamo run this call with code compiled earlier, or uncompiled."""
 
 
@@ -104,9 +113,9 @@ def frames_left_uncompiled(tell: Callable[[object, str, object, str], None]) -> 
     ``owner`` is the frame's first argument, usually the module of a method. Dynamo reports such a frame only in its
     log, and no backend sees the frame's own computation. `recompiles_per_model` reports recompile limits.
     """
-    convert = convert_frame.ConvertFrameAssert.__call__
+    convert: Callable[..., Converted] = convert_frame.ConvertFrameAssert.__call__
 
-    def convert_and_watch(self: Any, frame: Any, *args: Any, **options: Any) -> Any:
+    def convert_and_watch(self: ConvertFrameAssert, frame: Frame, *args: object, **options: object) -> Converted:
         try:
             return convert(self, frame, *args, **options)
         except (Unsupported, UserError) as error:
@@ -121,7 +130,7 @@ def frames_left_uncompiled(tell: Callable[[object, str, object, str], None]) -> 
         yield
 
 
-def _name_of(frame: Any) -> str:
+def _name_of(frame: Frame) -> str:
     """Return the name and line of a frame's code; the class of a module that only a wrapper of torch's calls."""
     if frame.f_code.co_filename != external_utils.__file__:
         return named(frame.f_code)
@@ -147,24 +156,25 @@ def graph_breaks(tell: Callable[[object, str, object, str, Called], None]) -> It
     ``owner`` is the frame's first argument. At a recurrent module of torch the reason is `LEAVES_RECURRENT` (torch
     2.15; older versions give up the frame).
     """
-    convert = convert_frame.ConvertFrameAssert.__call__
+    convert: Callable[..., Converted] = convert_frame.ConvertFrameAssert.__call__
     found: list[dict[str, Called]] = []  # for each frame being compiled (they can nest): breaks by reason
 
-    def convert_and_watch(self: Any, *args: Any, **options: Any) -> Any:
+    def convert_and_watch(self: ConvertFrameAssert, frame: Frame, *args: object, **options: object) -> Converted:
         found.append({})
         try:
-            result = convert(self, *args, **options)
+            result = convert(self, frame, *args, **options)
         finally:
             breaks = found.pop()
-        frame = args[0]
         for reason, called in breaks.items():
             is_wrapper = frame.f_code.co_filename == external_utils.__file__  # around a module with torch's own forward
             name = type(called.modules[0]).__name__ if is_wrapper and called.modules else named(frame.f_code)
             tell(innermost_backend(self._torchdynamo_orig_backend), name, owner_of(frame), reason, called)
         return result
 
-    def compile_and_watch(compile_subgraph: Callable[..., Any]) -> Callable[..., Any]:
-        def compile_piece(self: Any, translator: Any, reason: Any, *args: Any, **options: Any) -> Any:
+    def compile_and_watch(compile_subgraph: Callable[..., object]) -> Callable[..., object]:
+        def compile_piece(
+            self: OutputGraph, translator: Translator, reason: GraphCompileReason, *args: object, **options: object
+        ) -> object:
             if found and reason.graph_break:
                 found[-1].setdefault(_heading(reason.reason), _called(translator))
             return compile_subgraph(self, translator, reason, *args, **options)
@@ -182,9 +192,9 @@ def _heading(reason: str) -> str:
     return LEAVES_RECURRENT if LEAVES_RECURRENT in reason else reason.strip().partition("\n")[0]
 
 
-def _called(translator: Any) -> Called:
+def _called(translator: Translator) -> Called:
     """Return what the call on Dynamo's stack calls: a null, function and arguments; in Python 3.13 null is second."""
-    stack: list[VariableTracker] = translator.stack
+    stack = translator.stack
     nulls = [i for i, entry in enumerate(stack) if isinstance(entry, NullVariable)]
     values = (
         [_value(entry, translator) for entry in stack[nulls[-1] - (sys.version_info >= (3, 13)) :]] if nulls else []
@@ -193,7 +203,7 @@ def _called(translator: Any) -> Called:
     return Called(modules, any(isinstance(value, TagActivationCheckpoint) for value in values))
 
 
-def _value(entry: VariableTracker, translator: Any) -> object:
+def _value(entry: VariableTracker, translator: Translator) -> object:
     """Return the value of an entry of Dynamo's stack without adding guards; for a method, return its owner."""
     if isinstance(entry, LazyVariableTracker):
         return _value(entry.unwrap(), translator) if entry.is_realized() else entry.peek_value()
@@ -229,7 +239,7 @@ def _reason_of(error: Exception) -> str:
     return f"{reason} ({hint})" if hint else reason
 
 
-def _is_expected(frame: FrameType) -> bool:
+def _is_expected(frame: Frame) -> bool:
     """Return whether a user expects a frame to be compiled: of generators, which never are, only a ``forward``."""
     if not frame.f_code.co_flags & _GENERATORS:
         return True
@@ -237,7 +247,7 @@ def _is_expected(frame: FrameType) -> bool:
     return isinstance(owner, Module) and getattr(owner.forward, "__code__", None) is frame.f_code
 
 
-def owner_of(frame: FrameType) -> object:
+def owner_of(frame: Frame) -> object:
     """Return a frame's first argument, usually the module of a method."""
     return frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
 

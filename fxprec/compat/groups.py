@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 
 def process_group_store() -> tuple[int, int, Any] | None:
@@ -17,7 +21,7 @@ def process_group_store() -> tuple[int, int, Any] | None:
     return dist.get_rank(), dist.get_world_size(), _get_default_store()
 
 
-def sharded_parameters(module: Any) -> list[torch.Tensor]:
+def sharded_parameters(module: FSDPModule) -> list[torch.Tensor]:
     """Return the parameters that FSDP2 gathers and reduces with an `FSDPModule`, in the order in which it sends them.
 
     The order differs from ``module.parameters()``: parameters of inner modules come before the module's own.
@@ -25,11 +29,11 @@ def sharded_parameters(module: Any) -> list[torch.Tensor]:
     return [p.sharded_param for p in _sharded(module)]
 
 
-def gathered_dtypes(module: Any) -> list[torch.dtype]:
+def gathered_dtypes(module: FSDPModule) -> list[torch.dtype]:
     """Return the dtype in which FSDP2 gathers each of `sharded_parameters`; call this after the module has run."""
     return [p.param_dtype or p.orig_dtype for p in _sharded(module)]
 
 
-def _sharded(module: Any) -> list[Any]:
+def _sharded(module: FSDPModule) -> list[FSDPParam]:
     group = module._get_fsdp_state()._fsdp_param_group
     return [] if group is None else list(group.fsdp_params)

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
 
 from torch._dynamo import eval_frame, external_utils, trace_rules
 from torch.nn import Module
 
 from fxprec.compat.backends import innermost_backend
 from fxprec.compat.patches import replaced
-
-_dynamo: Any = eval_frame
 
 
 @contextmanager
@@ -22,17 +19,17 @@ def torchs_modules_in_place(is_ours: Callable[[object], bool]) -> Iterator[None]
 
     Dynamo compiles no frame of torch's code, and before torch 2.14 ``module.compile()`` gave it no other frame.
     """
-    if hasattr(_dynamo.OptimizedModule, "_should_wrap_module_call_impl"):  # torch 2.14 gives Dynamo a frame
+    if hasattr(eval_frame.OptimizedModule, "_should_wrap_module_call_impl"):  # torch 2.14 gives Dynamo a frame
         yield
         return
-    compile_function = _dynamo.OptimizeContext.__call__
+    compile_function = eval_frame.OptimizeContext.__call__
 
-    def compile_in_frame(self: Any, function: Any) -> Any:
+    def compile_in_frame(self: eval_frame.OptimizeContext, function: Callable[..., object]) -> object:
         if _runs_torchs_forward(function) and is_ours(innermost_backend(self.callback)):
             function = external_utils.wrap_inline(function)
         return compile_function(self, function)
 
-    with replaced(_dynamo.OptimizeContext, "__call__", lambda _: compile_in_frame):
+    with replaced(eval_frame.OptimizeContext, "__call__", lambda _: compile_in_frame):
         yield
 
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import sympy
 import torch
 from torch._inductor import codecache, config, inductor_prims, list_mode_options
 from torch._inductor import compile_fx as _compile_fx
@@ -16,7 +17,7 @@ from torch._ops import OpOverload
 from torch._prims_common import make_channels_last_2d_strides_for
 from torch.fx import Graph
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 compile_fx: Callable[..., Any] = _compile_fx.compile_fx
@@ -37,7 +38,7 @@ def writes_in_place(joins: object) -> None:
     """
     from torch._inductor import ir, lowering
 
-    def join(pieces: Sequence[Any]) -> Any:
+    def join(pieces: Sequence[ir.TensorBox]) -> ir.TensorBox:
         return ir.TensorBox(ir.ConcatKernel.create(pieces, len(pieces[0].get_size()) - 1))
 
     if joins not in lowering.lowerings:
@@ -50,12 +51,12 @@ def writes_after_reading(writes: object) -> None:
     Inductor does this for any operator that writes, but after the write. So a pointwise value that is not in memory yet
     would read the new contents (torch 2.13).
     """
-    from torch._inductor import lowering
+    from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V
 
     fallback = lowering.fallback_handler(writes, add_to_fallback_set=False)
 
-    def write(written: Any, *args: object) -> Any:
+    def write(written: ir.TensorBox, *args: object) -> object:
         V.graph.mark_buffer_mutated(written.get_name())
         return fallback(written, *args)
 
@@ -78,7 +79,7 @@ def lies_in_memory(keeps: object) -> None:
     from torch._inductor import lowering
     from torch._inductor.virtualized import V
 
-    def realized(x: object) -> Any:
+    def realized(x: object) -> object:
         copy = lowering.clone(x)
         copy.realize()
         buffer = copy.data.data
@@ -95,14 +96,14 @@ def takes_approximate_logarithm(logarithm: object) -> None:
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import ops
 
-    exact = lowering.lowerings[torch.ops.aten.log.default]
+    exact: Callable[[ir.TensorBox], ir.TensorBox] = lowering.lowerings[torch.ops.aten.log.default]
 
-    def approximate(x: Any) -> Any:
-        if x.get_device().type != "cuda":
+    def approximate(x: ir.TensorBox) -> ir.TensorBox:
+        if x.get_device_or_error().type != "cuda":
             return exact(x)
         load = x.make_loader()
 
-        def log(index: object) -> Any:
+        def log(index: Sequence[sympy.Expr]) -> Any:
             binary = ops.inline_asm_elementwise(
                 load(index), asm="lg2.approx.f32 $0, $1;", constraints="=f,f", dtype=torch.float32
             )
@@ -117,14 +118,14 @@ def takes_approximate_logarithm(logarithm: object) -> None:
 _LN_2 = 0.6931471805599453
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
+def decompositions() -> dict[OpOverload, Callable[..., object]]:
     """Return Inductor's decompositions."""
     from torch._inductor.decomposition import select_decomp_table
 
     return dict(select_decomp_table())
 
 
-def whole_gemms() -> dict[Any, Callable[..., Any]]:
+def whole_gemms() -> dict[OpOverload, Callable[..., object]]:
     """Return Inductor's decompositions without those that turn small GEMMs into sums of products."""
     gemms = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
     return {op: f for op, f in decompositions().items() if getattr(op, "overloadpacket", op) not in gemms}
@@ -146,7 +147,7 @@ class GraphPass(CustomGraphPass):
         """Run the pass on Inductor's joint graph."""
         self.function(graph)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GraphPass:
+    def __deepcopy__(self, memo: object) -> GraphPass:
         return self  # tracing ``scan`` deep-copies Inductor's config, and must not copy the model
 
     def uuid(self) -> str:
@@ -165,7 +166,7 @@ def code_keyed_by(key: str) -> Iterator[None]:
         yield
 
 
-def mode_settings(mode: str) -> dict[str, Any]:
+def mode_settings(mode: str) -> dict[str, object]:
     """Return the settings of Inductor's config for a mode of ``torch.compile``."""
     return dict(list_mode_options(mode))
 
@@ -175,7 +176,7 @@ def makes_cuda_graphs(mode: str) -> bool:
     return bool(mode_settings(mode).get("triton.cudagraphs", config.triton.cudagraphs))
 
 
-ROUNDED_AT_EVERY_OPERATOR: dict[str, Any] = {"emulate_precision_casts": True}
+ROUNDED_AT_EVERY_OPERATOR: dict[str, object] = {"emulate_precision_casts": True}
 """Inductor's setting that rounds a 16-bit value to 16 bits between two operators of one kernel, as memory would."""
 
 
@@ -198,7 +199,7 @@ def trim_output_strides(num_outputs: int) -> None:
         del context.output_strides[num_outputs:]
 
 
-def waits_for_collectives() -> frozenset[Any]:
+def waits_for_collectives() -> frozenset[OpOverload]:
     """Return the operators that wait for a collective's result; none without ``torch.distributed``."""
     packet = getattr(torch.ops._c10d_functional, "wait_tensor", None)
     return frozenset() if packet is None else frozenset({packet.default})

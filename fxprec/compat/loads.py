@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 from torch._inductor import config, scheduler
 from torch._inductor.dependencies import MemoryDep
@@ -44,7 +43,7 @@ def _inner_values_are_no_loads() -> Iterator[None]:
         return
     can_fuse_with = reductions.can_fuse_with
 
-    def can_fuse_within_loads(self: Any, other: Any, *args: object, **kwargs: object) -> bool:
+    def can_fuse_within_loads(self: Kernel, other: Kernel, *args: object, **kwargs: object) -> bool:
         if len(_loads([*self.get_nodes(), *other.get_nodes()])) > most:
             return False
         with config.patch({f"triton.{_LIMIT}": 0}):
@@ -57,10 +56,11 @@ def _inner_values_are_no_loads() -> Iterator[None]:
         reductions.can_fuse_with = can_fuse_with
 
 
-def _loads(nodes: list[Any]) -> set[str]:
+def _loads(nodes: list[Kernel]) -> set[str]:
     made = {name for node in nodes for name in node.get_buffer_names()}
     reads = itertools.chain.from_iterable(node.read_writes.reads for node in nodes)
     return {dep.name for dep in reads if isinstance(dep, MemoryDep)} - made
 
 
+Kernel = scheduler.BaseSchedulerNode
 _LIMIT = "mix_order_reduction_max_reads"

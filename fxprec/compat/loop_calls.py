@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch._inductor import ir, lowering, virtualized
 from torch._inductor.codegen import cpp as _cpp
@@ -19,7 +20,7 @@ _texts: dict[str, LoopText] = {}
 bytes_in_registers = optional("fxprec.compat.avx2", "bytes_in_registers", "loops over bytes for AVX2 are slower")
 
 
-def call_in_loop(x: object, name: str, text: LoopText, dtype: torch.dtype) -> Any:
+def call_in_loop(x: object, name: str, text: LoopText, dtype: torch.dtype) -> object:
     """Return the result, as ``dtype``, of calling the C++ function ``text`` on ``x`` in the body of a loop.
 
     ``name`` must identify ``text``. Inductor's operator for inline code is for GPUs; on a CPU `calls_in_loops` gives
@@ -29,7 +30,7 @@ def call_in_loop(x: object, name: str, text: LoopText, dtype: torch.dtype) -> An
     return virtualized.ops.inline_asm_elementwise(x, asm=name, constraints="", dtype=dtype, is_pure=True, pack=1)
 
 
-def converted_in_loop(x: object, dtype: torch.dtype, source: torch.dtype) -> Any:
+def converted_in_loop(x: object, dtype: torch.dtype, source: torch.dtype) -> object:
     """Return ``x`` converted to another dtype in the body of a loop; between 8-bit dtypes it is a bitcast."""
     if dtype == source:
         return x
@@ -38,7 +39,7 @@ def converted_in_loop(x: object, dtype: torch.dtype, source: torch.dtype) -> Any
     return virtualized.ops.to_dtype(x, dtype, src_dtype=source)
 
 
-def lower_pointwise(target: object, result: Callable[..., torch.dtype], element: Callable[..., Any]) -> None:
+def lower_pointwise(target: object, result: Callable[..., torch.dtype], element: Callable[..., object]) -> None:
     """Register a pointwise lowering with Inductor for an operator on a tensor and constants ``args``.
 
     ``result(*args)`` returns the dtype of the result. ``element(x, dtype, *args)`` returns an element of the result
@@ -47,10 +48,10 @@ def lower_pointwise(target: object, result: Callable[..., torch.dtype], element:
     if target in lowering.lowerings:
         return
 
-    def lower(x: ir.TensorBox, *args: object) -> Any:
+    def lower(x: ir.TensorBox, *args: object) -> ir.TensorBox:
         load, dtype = x.make_loader(), x.get_dtype()
 
-        def inner(index: Sequence[Any]) -> Any:
+        def inner(index: Sequence[sympy.Expr]) -> object:
             return element(load(index), dtype, *args)
 
         return ir.Pointwise.create(

@@ -34,9 +34,9 @@ def forget_counts() -> None:
     counters.clear()
 
 
-def compiling_anew() -> AbstractContextManager[Any]:
+def compiling_anew() -> AbstractContextManager[object]:
     """Switch AOTAutograd's cache off inside the context, so that every graph is compiled."""
-    patch: AbstractContextManager[Any] = torch._functorch.config.patch(enable_autograd_cache=False)
+    patch: AbstractContextManager[object] = torch._functorch.config.patch(enable_autograd_cache=False)
     return patch
 
 
@@ -57,7 +57,7 @@ class _Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators_of(function: Callable[[], Any]) -> frozenset[str]:
+def operators_of(function: Callable[[], object]) -> frozenset[str]:
     """Call a function and return the names of the ATen operators that ran."""
     with _Seen() as seen:
         function()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch._inductor import config, custom_graph_pass, memory
@@ -21,6 +21,12 @@ from torch.fx import Node
 from torch.utils._ordered_set import OrderedSet
 
 from fxprec.compat.patches import replaced, tell_of_missing
+
+if TYPE_CHECKING:
+    from torch._inductor.memory import FreeableInputBuffer
+    from torch._inductor.scheduler import BaseSchedulerNode as Scheduled
+
+    Buffer = SchedulerBuffer | FreeableInputBuffer
 
 OrderedKernel = tuple[dict[str, int], dict[str, int], frozenset[int], Node | None, frozenset[str]]
 
@@ -44,12 +50,12 @@ class _KernelOrder(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraph
         self,
         ordered: Ordered,
         key: str,
-        before: Callable[[list[Any]], list[Any]] | None,
+        before: Callable[[list[Scheduled]], list[Scheduled]] | None,
         in_place: Collection[OpOverload] = (),
     ) -> None:
         self.ordered, self.key, self.before, self.in_place = ordered, key, before, in_place
 
-    def __call__(self, nodes: list[Any]) -> list[Any]:
+    def __call__(self, nodes: list[Scheduled]) -> list[Scheduled]:
         if self.before is not None:
             nodes = self.before(nodes)
         scheduler = V.graph.scheduler
@@ -69,7 +75,7 @@ class _KernelOrder(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraph
         scheduler.compute_ancestors()
         return ordered
 
-    def _held_back(self, found: Sequence[OrderedKernel], kernels: Sequence[Sequence[Any]]) -> list[OrderedKernel]:
+    def _held_back(self, found: Sequence[OrderedKernel], kernels: Sequence[Sequence[Scheduled]]) -> list[OrderedKernel]:
         """Make each kernel depend on ``in_place`` calls just before it: a memory-saving order would put these last."""
         calls = [any(getattr(n.node, "op_overload", None) in self.in_place for n in pieces) for pieces in kernels]
         ahead, held = set[int](), list[OrderedKernel]()
@@ -78,16 +84,17 @@ class _KernelOrder(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraph
             ahead = ahead | {i} if calls[i] else set()
         return held
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _KernelOrder:
+    def __deepcopy__(self, memo: object) -> _KernelOrder:
         return self
 
-    def uuid(self) -> Any:
+    def uuid(self) -> object:
         return (self.key, None if self.before is None else self.before.uuid())  # type: ignore[attr-defined]
 
 
-def _with_pieces(nodes: Sequence[Any]) -> list[list[Any]]:
+def _with_pieces(nodes: Sequence[Scheduled]) -> list[list[Scheduled]]:
     """Return each kernel followed by the nodes that extract its results, which are all allocated at once."""
-    kernels, kernel_of = list[list[Any]](), dict[Any, list[Any]]()
+    kernels: list[list[Scheduled]] = []
+    kernel_of: dict[Scheduled, list[Scheduled]] = {}
     for node in nodes:
         before = list(node.mpi_node.pred_nodes)
         is_piece = isinstance(node.node, MultiOutput) and len(before) == 1
@@ -98,7 +105,7 @@ def _with_pieces(nodes: Sequence[Any]) -> list[list[Any]]:
     return kernels
 
 
-def _as_kernel(nodes: Sequence[Any], at: Mapping[Any, int]) -> OrderedKernel:
+def _as_kernel(nodes: Sequence[Scheduled], at: Mapping[Scheduled, int]) -> OrderedKernel:
     makes, reads, after = dict[str, int](), dict[str, int](), set[int]()
     for node in nodes:
         makes |= {b.get_name(): _bytes(b) for b in node.get_outputs() if not _is_on_host(b) and _owner(b) is b}
@@ -106,11 +113,11 @@ def _as_kernel(nodes: Sequence[Any], at: Mapping[Any, int]) -> OrderedKernel:
         reads |= {b.get_name(): _bytes(b) for b in read}
         after |= {at[n] for n in node.mpi_node.pred_nodes}
     others = {name: size for name, size in reads.items() if name not in makes}
-    call = nodes[0].node.get_origin_node() if nodes[0].is_extern() else None
+    call = nodes[0].node.get_origin_node() if nodes[0].is_extern() and nodes[0].node is not None else None
     return makes, others, frozenset(after - {at[nodes[0]]}), call, frozenset(_over(nodes[0]))
 
 
-def _over(node: Any) -> Iterator[str]:
+def _over(node: Scheduled) -> Iterator[str]:
     """Yield the buffers over which a loop may write its result: `decide_inplace_update` asks the same."""
     made = node.get_outputs()
     if node.is_extern() or len(made) != 1 or not made[0].mpi_buffer.size_alloc:
@@ -122,12 +129,12 @@ def _over(node: Any) -> Iterator[str]:
             yield buffer.get_name()
 
 
-def _is_as_large(buffer: Any, other: Any) -> bool:
+def _is_as_large(buffer: SchedulerBuffer, other: SchedulerBuffer) -> bool:
     same_bytes: bool = buffer.mpi_buffer.size_alloc == other.mpi_buffer.size_alloc
     return same_bytes and buffer.node.get_dtype() is other.node.get_dtype()
 
 
-def _bytes(buffer: SchedulerBuffer) -> int:
+def _bytes(buffer: Buffer) -> int:
     """Return the bytes that are freed with a buffer; 0 if the buffer is a view of an input."""
     made = getattr(buffer, "node", None)
     while isinstance(made, MultiOutput):
@@ -136,7 +143,7 @@ def _bytes(buffer: SchedulerBuffer) -> int:
     return 0 if any(name in V.graph.graph_inputs for name in shown) else int(buffer.mpi_buffer.size_free)
 
 
-def _owner(buffer: object) -> Any:
+def _owner(buffer: Buffer) -> Buffer:
     """Return the buffer that owns a buffer's memory, which is another one if a call returns its argument."""
     made: object = getattr(buffer, "node", None)
     shown = made.get_inputs_that_alias_output() if type(made) is FallbackKernel else ()
@@ -144,14 +151,14 @@ def _owner(buffer: object) -> Any:
     return _owner(others[shown[0]]) if len(shown) == 1 and shown[0] in others else buffer
 
 
-def _is_on_host(buffer: SchedulerBuffer) -> bool:
+def _is_on_host(buffer: Buffer) -> bool:
     """Return whether a buffer of a GPU's graph is in host memory."""
     made: Any = getattr(buffer, "node", None) or V.graph.graph_inputs.get(buffer.get_name())
     device = made.get_device() if hasattr(made, "get_device") else None
     return device is not None and device.type == "cpu" and len(V.graph.device_types - {"cpu", "meta"}) > 0
 
 
-def _chain(nodes: Sequence[Any], kept: Collection[str]) -> None:
+def _chain(nodes: Sequence[Scheduled], kept: Collection[str]) -> None:
     """Make each kernel depend on the last GEMM or large result before it, as fusing across it would undo the order.
 
     A GEMM also depends on the reductions before it. Otherwise Inductor fuses one with a reduction of a later layer, and

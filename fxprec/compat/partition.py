@@ -26,10 +26,10 @@ class Partitioner(CustomPartitionerFn):
         """Return the forward and the backward half of a joint graph."""
         return self.function(gm, joint_inputs, **options)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
+    def __deepcopy__(self, memo: object) -> Partitioner:
         return self  # tracing ``scan`` deep-copies Inductor's config
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (self.key,)  # torch pickles Inductor's config into the keys of both caches
 
     def uuid(self) -> str:

@@ -56,8 +56,8 @@ def tell_of_missing(cause: object, lost: str) -> None:
         )
 
 
-_INHERITED: Any = object()
-_left: dict[Any, Any] = {}  # by replacement whose context ended while a later one was in force: what it had replaced
+_INHERITED = object()
+_left: dict[object, object] = {}  # by replacement that ended before a later one: what it had replaced
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def replaced(owner: object, name: str, make: Callable[[Any], Any]) -> Iterator[N
                 _left[made] = before
 
 
-def _restore(owner: object, name: str, before: Any) -> None:
+def _restore(owner: object, name: str, before: object) -> None:
     while before in _left:
         before = _left.pop(before)
     if before is _INHERITED:

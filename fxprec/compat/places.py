@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import sympy
+from sympy import Expr, Symbol
 from torch._inductor.codegen.common import KernelArgs
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.virtualized import V
@@ -27,10 +26,10 @@ def constant_places_are_arguments() -> Iterator[None]:
     """
     lift = KernelArgs.seed_offset
 
-    def make(load: Callable[..., Any]) -> Callable[..., Any]:
-        def load_from_argument(self: TritonKernel, name: str, index: Any, *args: object, **kwargs: object) -> Any:
+    def make(load: Callable[..., object]) -> Callable[..., object]:
+        def load_from_argument(self: TritonKernel, name: str, index: Expr, *args: object, **kwargs: object) -> object:
             if getattr(index, "is_Integer", False) and index > 1 and name in V.graph.graph_inputs:
-                index = sympy.Symbol(lift(self.args, _PLACE, int(index)), integer=True, nonnegative=True)
+                index = Symbol(lift(self.args, _PLACE, int(index)), integer=True, nonnegative=True)
             return load(self, name, index, *args, **kwargs)
 
         return load_from_argument

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.fx import Node
@@ -30,7 +30,7 @@ def draws_where_read(draw: object) -> None:
 
     stored = lowering.lowerings[_PRIMS.inductor_random.default]
 
-    def drawn(size: object, seed: object) -> Any:
+    def drawn(size: object, seed: object) -> object:
         loop = stored(size, seed, "rand").data.data.data  # of a buffer that nothing reads, which Inductor leaves out
         return ir.TensorBox.create(loop)
 

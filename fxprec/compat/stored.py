@@ -30,7 +30,7 @@ Load = Callable[[Any, Run], Run]
 _load: ContextVar[Load | None] = ContextVar("fxprec_load", default=None)
 
 
-def _without_code(inputs: Sequence[Any]) -> Any:
+def _without_code(inputs: Sequence[object]) -> object:
     raise RuntimeError("a half that was stored runs once its code is taken from Inductor's cache")
 
 
@@ -45,7 +45,7 @@ class StoredHalf(OutputCode):
     """The guard expression of Inductor's code."""
     _boxed_call: bool = True
 
-    def __call__(self, inputs: Sequence[Any]) -> Any:
+    def __call__(self, inputs: Sequence[object]) -> object:
         """Run the code on a list of inputs, which the code may empty."""
         return self.run(inputs)  # type: ignore[arg-type]
 
@@ -53,7 +53,7 @@ class StoredHalf(OutputCode):
         """Remove the code; AOTAutograd calls this on the copy that it stores."""
         self.run = _without_code
 
-    def post_compile(self, example_inputs: Sequence[Any], constants: object, graph_kwargs: Any) -> None:
+    def post_compile(self, example_inputs: Sequence[object], constants: object, graph_kwargs: Any) -> None:
         """Load the code of a stored half from Inductor's cache. Raises torch's exceptions for a miss."""
         load = _load.get()
         if load is None or self._fx_graph_cache_key is None:
@@ -111,7 +111,7 @@ def _can_store() -> bool:
 def _storing_whole_halves(make_entry: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``make_entry`` to store a `StoredHalf` whole, of which AOTAutograd would store only Inductor's key."""
 
-    def make_whole_entry(compiled_fw_func: Callable[..., object], *args: object, **options: object) -> Any:
+    def make_whole_entry(compiled_fw_func: Callable[..., object], *args: object, **options: object) -> object:
         if not isinstance(inspect.unwrap(compiled_fw_func), StoredHalf):
             return make_entry(compiled_fw_func, *args, **options)
         with torch._functorch.config.patch(bundled_autograd_cache=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch._dynamo import convert_frame
@@ -15,6 +15,11 @@ from fxprec.compat.backends import cause_of_no_code, innermost_backend
 from fxprec.compat.frames import named, owner_of
 from fxprec.compat.patches import replaced
 from fxprec.errors import FxprecError
+
+if TYPE_CHECKING:
+    from torch._C._dynamo.eval_frame import _PyInterpreterFrame as Frame
+    from torch._dynamo.convert_frame import ConvertFrameAssert
+    from torch._dynamo.types import ConvertFrameReturn as Converted
 
 
 class _Kept(threading.local):
@@ -29,9 +34,10 @@ def suppressed_errors(tell: Callable[[object, str, object, str], None]) -> Itera
     Dynamo runs a frame uncompiled where compiling it failed, and says so only in its log.
     """
     kept = _Kept()
-    compile_frame, convert = convert_frame.ConvertFrameAssert.__call__, convert_frame.ConvertFrame.__call__
+    compile_frame: Callable[..., Converted] = convert_frame.ConvertFrameAssert.__call__
+    convert: Callable[..., Converted] = convert_frame.ConvertFrame.__call__
 
-    def compile_and_watch(self: Any, frame: Any, *args: Any, **options: Any) -> Any:
+    def compile_and_watch(self: ConvertFrameAssert, frame: Frame, *args: object, **options: object) -> Converted:
         try:
             return compile_frame(self, frame, *args, **options)
         except FxprecError as error:
@@ -50,7 +56,7 @@ def suppressed_errors(tell: Callable[[object, str, object, str], None]) -> Itera
                     kept.error = told
             raise
 
-    def convert_and_raise(self: Any, *args: Any, **options: Any) -> Any:
+    def convert_and_raise(self: object, *args: object, **options: object) -> Converted:
         before, kept.error = kept.error, None
         try:
             result = convert(self, *args, **options)

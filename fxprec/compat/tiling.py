@@ -25,7 +25,7 @@ def tiles_for_bytes() -> Iterator[None]:
     selector = code.TilingSelect
     select = selector.select_tiling
 
-    def select_for_bytes(self: Any, fn_list: Any, *args: object, **kwargs: object) -> Any:
+    def select_for_bytes(self: _cpp.TilingSelect, fn_list: object, *args: object, **kwargs: object) -> object:
         factors, *rest = select(self, fn_list, *args, **kwargs)
         if factors and not _BYTES.isdisjoint(code._get_dtype_from_loopbodies(code._get_loop_body(fn_list))):
             widest = pick_vec_isa().nelements(dtype=torch.float32)

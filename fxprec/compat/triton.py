@@ -122,10 +122,10 @@ def no_native_fp8(device: torch.device) -> str | None:
 def compile_triton(
     kernel: object,
     kinds: Mapping[str, str],
-    constants: Mapping[str, Any],
+    constants: Mapping[str, object],
     aligned: Iterable[int],
     arch: int,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
 ) -> Any:
     """Compile a Triton function for an NVIDIA architecture (80, 89, 90, 100); no GPU is needed.
 

@@ -111,7 +111,7 @@ def loops_share_files() -> Iterator[None]:
         replaced.cpp_pybinding, replaced.wait = _alone, _wait
 
 
-def _want(self: AsyncCompile, argtypes: Sequence[str], source_code: str, *args: object, **kwargs: object) -> Any:
+def _want(self: AsyncCompile, argtypes: Sequence[str], source_code: str, *args: object, **kwargs: object) -> object:
     if args or kwargs:  # settings that a shared file cannot have
         return _alone(self, argtypes, source_code, *args, **kwargs)
     kernel_code_log.info("CPP+Bindings Kernel:\n%s", source_code)

@@ -205,7 +205,7 @@ class Config:
         refuse_contradictions(self)
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any] | None) -> Self:
+    def from_options(cls, options: Mapping[str, object] | None) -> Self:
         """Return the config for ``torch.compile``'s ``options``; None means no options. Raises `ConfigError`."""
         given = checks.options_of(options)
         for name in given:

@@ -173,7 +173,7 @@ def hold_gemms(advice: Advice, rows: Sequence[GemmRow], share: float) -> Advice:
     return replace(advice, options={**advice.options, "keep_high": (*held, *more)}, reason=f"{advice.reason}; {said}")
 
 
-def advise(rows: Sequence[Row], hi: Format, base: Mapping[str, Any], tolerance: float = TOLERANCE) -> Advice:
+def advise(rows: Sequence[Row], hi: Format, base: Mapping[str, object], tolerance: float = TOLERANCE) -> Advice:
     """Return the options that save most within the tolerance: as planned, in blocks, with modules high, or wide."""
     case = Case(rows, hi, base, tolerance)
     remedy = _chosen(case)

@@ -51,8 +51,8 @@ def over_checkpoints(
     args: object,
     pattern: str,
     *,
-    loss: Callable[[Any], Any] | None = None,
-    options: Mapping[str, Any] | None = None,
+    loss: Callable[[Any], object] | None = None,
+    options: Mapping[str, object] | None = None,
     tell: Callable[[str], None] = print,
 ) -> Course:
     """Examine the model at each checkpoint whose path matches, in the order of the numbers in their names.

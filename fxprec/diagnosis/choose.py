@@ -146,7 +146,7 @@ class Choice:
 def choose(
     train: Train,
     *,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     ratios: Sequence[float] = RATIOS,
     seeds: int = 3,
     tolerance: float = 0.01,
@@ -173,7 +173,7 @@ def choose(
     return Choice(given, tolerance, higher_is_better, reference, tuple(trials))
 
 
-def _checked(train: object, options: Mapping[str, Any], ratios: Sequence[float]) -> list[float]:
+def _checked(train: object, options: Mapping[str, object], ratios: Sequence[float]) -> list[float]:
     if not callable(train):
         raise ConfigError(f"train is {type(train).__name__}; give a function train(backend, seed) that returns a score")
     for name in ("low_ratio", "activation_budget", "plan"):
@@ -186,7 +186,7 @@ def _checked(train: object, options: Mapping[str, Any], ratios: Sequence[float])
     return found
 
 
-def _trial(train: Train, options: Mapping[str, Any], asked: float, seeds: int) -> Trial:
+def _trial(train: Train, options: Mapping[str, object], asked: float, seeds: int) -> Trial:
     scores, held, promoted, saved = [], [], [], []
     for seed in range(seeds):
         backend = Backend(Config.from_options({**options, "low_ratio": asked}))

@@ -47,7 +47,7 @@ class Request:
     high_share: float
 
     @classmethod
-    def of(cls, options: Mapping[str, Any] | None) -> Request:
+    def of(cls, options: Mapping[str, object] | None) -> Request:
         """Read the options. Raises `ConfigError`."""
         given = {"recipe": "fp8", **options_of(options)}
         formats = _formats(given.pop("formats", FORMATS))
@@ -89,8 +89,8 @@ def doctor(
     model: object,
     args: object,
     *,
-    loss: Callable[[Any], Any] | None = None,
-    options: Mapping[str, Any] | None = None,
+    loss: Callable[[Any], object] | None = None,
+    options: Mapping[str, object] | None = None,
     tell: Tell | None = None,
 ) -> Diagnosis:
     """Measure what storing each tensor of a training step low costs, and recommend options to train with.

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 from torch import Tensor
 
@@ -136,7 +135,7 @@ class Examined:
         """Re-run the step with the operands of these GEMMs rounded; predict the damage from their own re-runs."""
         return self._check(name, rows, self._with_gemms({row.gemm for row in rows}))
 
-    def _with_gemms(self, gemms: set[int]) -> list[Any]:
+    def _with_gemms(self, gemms: set[int]) -> list[object]:
         def some(cast: Cast, x: Tensor) -> Tensor:
             is_rounded = cast.operand_of is not None and cast.operand_of[0] in gemms
             return self.as_planned(cast, x) if is_rounded else exact(cast, x)
@@ -165,7 +164,7 @@ class Examined:
         costs = [row.planned if (f := stored[row.site]) is None else row.costs[f] for row in rows]
         return self._check(name, costs, self.lab.run(some))
 
-    def _check(self, name: str, costs: Sequence[Cost | GemmRow], returned: Sequence[Any]) -> Check:
+    def _check(self, name: str, costs: Sequence[Cost | GemmRow], returned: Sequence[object]) -> Check:
         """Return the damage of a re-run beside that of its parts."""
         progress = [cost.progress for cost in costs]
         return Check(

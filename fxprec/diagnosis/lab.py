@@ -153,7 +153,7 @@ class _Walk(Interpreter):
             result: Sequence[Any] = super().run(*args)
             return result
 
-    def run_node(self, n: Node) -> Any:
+    def run_node(self, n: Node) -> object:
         if n.op != "call_function":
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -175,7 +175,7 @@ class _Walk(Interpreter):
             return super().run_node(n)
         return self._differentiably(n, args, kwargs)
 
-    def _differentiably(self, n: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _differentiably(self, n: Node, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         run = SUBSTITUTES.get(n.target, n.target)
         try:
             result = run(*args, **kwargs)  # type: ignore[operator]

@@ -54,7 +54,7 @@ class Live:
         subject = Subject.of(getattr(given, "_orig_mod", given), args, loss)
         return cls(backend, subject.name, lambda: _left_as_it_was(subject, given, backend))
 
-    def own_options(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    def own_options(self, options: Mapping[str, object] | None) -> dict[str, Any]:
         """Return the backend's options and those of the diagnosis. Raises `ConfigError` for other options."""
         given = options_of(options, f"of {', '.join(OWN)}")
         foreign = [name for name in given if name not in OWN]
@@ -83,7 +83,7 @@ def not_trained_yet(model: object, options: object) -> tuple[object, Any]:
     return getattr(model, "_orig_mod", model), {**_compiled_with(backend), **(options or {})}
 
 
-def _compiled_with(backend: Backend) -> dict[str, Any]:
+def _compiled_with(backend: Backend) -> dict[str, object]:
     """Return the options that a backend was made with, without those that equal the default."""
     plain = Config()
     given = {f.name: getattr(backend.config, f.name) for f in fields(plain)}

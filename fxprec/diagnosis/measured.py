@@ -39,12 +39,12 @@ class Measured:
     """Loss of the first step, and the norm of all parameter gradients together."""
 
 
-def check_side(side: str, options: Mapping[str, Any]) -> Config | None:
+def check_side(side: str, options: Mapping[str, object]) -> Config | None:
     """Return the options of one of fxprec's sides, None for one of torch's. Raises `ConfigError`."""
     return None if side in (INDUCTOR, AUTOCAST) else Config.from_options({"recipe": side, **options})
 
 
-def measure(subject: Subject, side: str, options: Mapping[str, Any], steps: int) -> Measured:
+def measure(subject: Subject, side: str, options: Mapping[str, object], steps: int) -> Measured:
     """Measure one side: ``"inductor"``, ``"autocast"`` in bfloat16, or the recipe of fxprec with this name.
 
     ``options`` are fxprec's further options. Raises `ConfigError`, and what compiling raises.
@@ -78,12 +78,12 @@ def measure(subject: Subject, side: str, options: Mapping[str, Any], steps: int)
 
 def _compiled(
     subject: Subject, model: nn.Module, backend: Backend | None, device: torch.device, *, autocast: bool
-) -> tuple[Subject, Callable[..., Any]]:
+) -> tuple[Subject, Callable[..., object]]:
     """Return the subject and the compiled model; with ``autocast`` its forward and its loss run under bf16 autocast."""
     compiled = torch.compile(model, backend="inductor" if backend is None else backend)
 
     def under(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> Any:
             with torch.autocast(device.type, torch.bfloat16) if autocast else contextlib.nullcontext():
                 return function(*args, **kwargs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fxprec.diagnosis.adjoint import combined
 from fxprec.diagnosis.rows import Row
@@ -62,7 +62,7 @@ def _first(found: Diagnosis) -> str:
     return f"<h3>{first}</h3>{_table(heads, worst)}<h3>Free</h3>{_table(heads, free)}"
 
 
-def _heat(found: Diagnosis) -> list[dict[str, Any]]:
+def _heat(found: Diagnosis) -> list[dict[str, object]]:
     """Return each module's damages, as planned and in each format, in execution order."""
     by_module: dict[str, list[Row]] = {}
     for row in sorted(found.ranking, key=lambda r: (r.graph, r.site)):
@@ -94,7 +94,7 @@ def _checks(found: Diagnosis) -> str:
     return ranks + _table(heads, rows)
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: Row) -> dict[str, object]:
     p = row.planned
     place = {"tensor": row.tensor, "module": row.module, "source": row.source, "format": row.format, "why": row.reason}
     shares = {"error": p.error, "overflow": p.overflow, "underflow": p.underflow, "zeros": p.zeros}

@@ -96,8 +96,7 @@ def as_cast(table: Tensor) -> Read:
             return found.view(x.shape)
         found = DEQUANTIZE(codes, table, back.row, back.format, back.storage, torch.float32)
         put_on = int(table[call.row, CARRIED]) + int(table[call.row, 0]) if cast.in_backward else 0
-        read_back: Tensor = (found * 2.0 ** (_taken_off(table, cast, back) - put_on)).to(x.dtype)
-        return read_back
+        return (found * 2.0 ** (_taken_off(table, cast, back) - put_on)).to(x.dtype)
 
     return read
 

@@ -111,7 +111,7 @@ class Subject:
 
 
 @contextmanager
-def same_random_numbers(inputs: Iterable[Any]) -> Iterator[None]:
+def same_random_numbers(inputs: Iterable[object]) -> Iterator[None]:
     """Seed the random generators inside the block alike each time; afterwards they continue as before."""
     with torch.random.fork_rng({t.get_device() for t in inputs if isinstance(t, Tensor) and t.is_cuda}):
         torch.manual_seed(0)

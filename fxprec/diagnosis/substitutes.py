@@ -58,7 +58,7 @@ def convert(x: Tensor, dtype: torch.dtype) -> Tensor:
 def in_float32(operator: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function for a 16-bit GEMM that computes in float32 and rounds, as `fxprec.kernels.wide_gemms`."""
 
-    def run(*args: Any, **options: Any) -> Any:
+    def run(*args: Any, **options: object) -> Tensor | tuple[Tensor | None, ...]:
         wide = tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, (args, options))
         results = operator(*wide[0], **wide[1])
         if isinstance(results, Tensor):
@@ -75,12 +75,12 @@ def finite_exp(x: Tensor) -> Tensor:
     return torch.exp(x.clamp(max=math.log(torch.finfo(x.dtype).max / 2)))
 
 
-_OWN: Mapping[object, Callable[..., Any]] = {
+_OWN: Mapping[object, Callable[..., object]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
     aten.exp.default: finite_exp,
     prims.convert_element_type.default: convert,
     Rotate.target: rotated,
 }
-SUBSTITUTES: Mapping[object, Callable[..., Any]] = MappingProxyType(
+SUBSTITUTES: Mapping[object, Callable[..., object]] = MappingProxyType(
     {**_OWN, **{wide: in_float32(_OWN.get(operator, operator)) for operator, wide in WIDE.items()}}
 )

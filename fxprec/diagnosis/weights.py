@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class Gradients:
     """Weight of each gradient's error: 1 / (its L2 norm, not below the floor), over the root of their number."""
 
     @classmethod
-    def of(cls, returned: Sequence[Any], modules: Sequence[str]) -> Gradients:
+    def of(cls, returned: Sequence[object], modules: Sequence[str]) -> Gradients:
         """Weigh backward's results; ``modules`` are the modules of the inputs whose gradients they are."""
         owners = [m for g, m in zip(returned, modules, strict=False) if _is_floating(g)]
         found = floating(returned)
@@ -51,14 +51,14 @@ class Gradients:
         """The squared L2 norm of all gradients."""
         return sum(float(g.double().square().sum()) for g in self.exact)
 
-    def damage(self, returned: Sequence[Any]) -> float:
+    def damage(self, returned: Sequence[object]) -> float:
         """Return the damage of other gradients of the same step; inf if one is not finite."""
         total = 0.0
         for g, e, w in zip(floating(returned), self.exact, self.weights, strict=True):
             total += (w * float((g.double() - e.double()).norm())) ** 2
         return math.sqrt(total) if math.isfinite(total) else math.inf
 
-    def progress(self, returned: Sequence[Any]) -> float:
+    def progress(self, returned: Sequence[object]) -> float:
         """Return the change of the loss that a gradient step removes, relative to the exact gradient's step."""
         found = sum(float((g.double() * e.double()).sum()) for g, e in zip(floating(returned), self.exact, strict=True))
         change = found / self.squares - 1 if self.squares else 0.0
@@ -75,10 +75,10 @@ def _floors(rms: Sequence[float], owners: Sequence[str]) -> list[float]:
     return [max(FLOOR * median, FLOOR_IN_MODULE * largest[owner] if owner else 0.0) for owner in owners]
 
 
-def floating(returned: Sequence[Any]) -> list[Tensor]:
+def floating(returned: Sequence[object]) -> list[Tensor]:
     """Return the gradients among backward's results."""
     return [g for g in returned if _is_floating(g)]
 
 
-def _is_floating(value: object) -> bool:
+def _is_floating(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -18,13 +18,13 @@ MOST = 1.05
 """Largest peak, as a share of the budget. Plans do not count workspaces and the rounding of sizes to 512 bytes."""
 LEAST = "40%"
 """A model whose largest layer takes more cannot meet this budget; the case then reports the least that it can meet."""
-BUDGETS: tuple[tuple[str, dict[str, Any]], ...] = (
+BUDGETS: tuple[tuple[str, dict[str, object]], ...] = (
     ("100%", {}),
     ("60%", {}),
     ("40%", {}),
     ("60%", {"ways": ("narrow", "recompute", "offload")}),
 )
-_DRY: tuple[tuple[str, dict[str, Any]], ...] = (("100%", {}), ("80%", {}))
+_DRY: tuple[tuple[str, dict[str, object]], ...] = (("100%", {}), ("80%", {}))
 
 
 def check(ground: Ground) -> None:

@@ -49,7 +49,7 @@ class Findings:
         part.write_text(json.dumps(asdict(self)), encoding="utf-8")
         part.replace(path)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain JSON data, the status included."""
         return {"status": self.status, **asdict(self)}
 

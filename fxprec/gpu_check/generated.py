@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,18 +29,18 @@ FORMATS = ["1-4-3+4", "1-5-2"]
 BLOCKS = ("mxfp6", "nvfp4", "int4", "int8/32:bf16")
 
 
-def regions() -> Iterator[tuple[str, Callable[..., Any], tuple[Tensor, ...]]]:
+def regions() -> Iterator[tuple[str, Callable[..., object], tuple[Tensor, ...]]]:
     """Yield functions with casts, and inputs on the CPU."""
 
     def stored(x: Tensor, table: Tensor, row: int) -> tuple[Tensor, Tensor]:
         q = symbolic.QUANTIZE(x, table, row, FORMATS[row], "packed")
         return q, symbolic.DEQUANTIZE(q, table, symbolic.AS_STORED, FORMATS[row], "packed", torch.float32)
 
-    def elementwise(x: Tensor, w: Tensor, table: Tensor) -> Any:
+    def elementwise(x: Tensor, w: Tensor, table: Tensor) -> object:
         q, value = stored(torch.relu(x) * 2 + x, table, 0)
         return q, *stored(value @ w, table, 1)
 
-    def by_row(x: Tensor, w: Tensor, table: Tensor) -> Any:
+    def by_row(x: Tensor, w: Tensor, table: Tensor) -> object:
         q, value = stored(F.gelu(F.layer_norm(x, x.shape[-1:])), table, 0)
         return q, *stored(torch.softmax(value @ w, -1), table, 1)
 
@@ -51,7 +50,7 @@ def regions() -> Iterator[tuple[str, Callable[..., Any], tuple[Tensor, ...]]]:
     yield "row by row", by_row, (x, w, table)
 
 
-def check_region(ground: Ground, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
+def check_region(ground: Ground, function: Callable[..., object], inputs: tuple[Tensor, ...]) -> None:
     """Lower a graph to generated kernels; compare them with the reference on the device, and that with the CPU's."""
     here = [x.to(ground.device) for x in inputs]
     with torch.no_grad():

@@ -48,7 +48,7 @@ def refused() -> str | None:
     return None if why is None else f"{why}; take another GPU, {_DRY}"
 
 
-def versions() -> dict[str, Any]:
+def versions() -> dict[str, object]:
     """Return the versions on which numbers depend."""
     found: dict[str, Any] = {"python": sys.version.split()[0], "system": f"{platform.system()} {platform.machine()}"}
     for name in ("fxprec", "torch", "triton", "numpy", "torchao"):

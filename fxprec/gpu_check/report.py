@@ -39,7 +39,7 @@ class Report:
         statuses = [f.status for f in self.of(item)]
         return _WORDS[next((s for s in ("failed", "passed") if s in statuses), "skipped")]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return all findings, for the JSON file."""
         return {
             "schema": 1,

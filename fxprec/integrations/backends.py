@@ -41,7 +41,7 @@ def backends_in(model: object) -> dict[str, Backend]:
     return found
 
 
-def compile_part(part: nn.Module, layer: str | None, options: Mapping[str, Any]) -> None:
+def compile_part(part: nn.Module, layer: str | None, options: Mapping[str, object]) -> None:
     """Compile a module in place or, if ``layer`` names a class, each of its modules of that class."""
     if layer is None:
         compile_in_place(part, options)
@@ -49,7 +49,7 @@ def compile_part(part: nn.Module, layer: str | None, options: Mapping[str, Any])
         compile_layers(part, layer, options)
 
 
-def compile_layers(model: nn.Module, layer: str | type[nn.Module], options: Mapping[str, Any] | None = None) -> int:
+def compile_layers(model: nn.Module, layer: str | type[nn.Module], options: Mapping[str, object] | None = None) -> int:
     """Compile each module of a class in place, each with its own backend, as FSDP2 needs; return how many.
 
     ``layer``: the class or its name, such as ``"LlamaDecoderLayer"``. Call this before ``fully_shard``, which changes
@@ -65,7 +65,7 @@ def compile_layers(model: nn.Module, layer: str | type[nn.Module], options: Mapp
     return len(chosen)
 
 
-def compile_in_place(module: nn.Module, options: Mapping[str, Any] | None = None) -> None:
+def compile_in_place(module: nn.Module, options: Mapping[str, object] | None = None) -> None:
     """Compile a module in place, unless fxprec did already. Its class, names and `state_dict` stay the same.
 
     ``options`` that differ from those of the earlier compilation give a warning.
@@ -84,7 +84,7 @@ def compile_in_place(module: nn.Module, options: Mapping[str, Any] | None = None
         )
 
 
-def checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
+def checked(options: Mapping[str, object] | None) -> dict[str, Any]:
     """Return a copy of a callback's options as a dict. Raises `ConfigError` if ``options`` is not a mapping."""
     if options is not None and not isinstance(options, Mapping):
         raise ConfigError(f"options is {options!r}; give a dict of fxprec.Config's fields, such as {{'recipe': 'fp8'}}")

@@ -37,20 +37,20 @@ class FxprecCallback(TrainerCallback, ExportableState):  # type: ignore[misc, un
     """
 
     def __init__(
-        self, options: Mapping[str, Any] | None = None, *, layer: str | None = None, log_to: object = None
+        self, options: Mapping[str, object] | None = None, *, layer: str | None = None, log_to: object = None
     ) -> None:
         check_target(log_to)
         self.options, self.layer, self.log_to = checked(options), layer, log_to
         self._model: nn.Module | None = None
 
     def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: object
     ) -> None:
         """Compile the trainer's model."""
         self._compile(model)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: object
     ) -> None:
         """Compile the model of this training, and load fxprec's state if a checkpoint is resumed."""
         earlier = _CALLBACKS.get(model)
@@ -120,6 +120,6 @@ class FxprecCallback(TrainerCallback, ExportableState):  # type: ignore[misc, un
         return dict(backends_in(self._model))
 
 
-def _exported(found: dict[str, Any]) -> dict[str, Any]:
+def _exported(found: dict[str, object]) -> dict[str, object]:
     """Return data in the form of `ExportableState.state`. The trainer reads two entries, fxprec reads the third."""
     return {"args": {}, "attributes": {}, _STATE: found}

@@ -43,7 +43,7 @@ class RankStates:
     def _own_text(self) -> str:
         return json.dumps({name: _unfolded(backend) for name, backend in backends_in(self._model).items()})
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Load this rank's part of a saved state; warn if the state was saved by another number of ranks.
 
         Raises `PlanError` for data that is not such a state, and for another model's state.
@@ -88,7 +88,7 @@ def _unfolded(backend: Backend) -> dict[str, Any]:
     return {**state, "graphs": json.loads(state["graphs"])}
 
 
-def _packed(texts: Sequence[str]) -> dict[str, Any]:
+def _packed(texts: Sequence[str]) -> dict[str, object]:
     """Return the states as one text, equal ones once: `torch.distributed.checkpoint` loads only into existing keys."""
     distinct = list(dict.fromkeys(texts))
     ranks = json.dumps([distinct.index(text) for text in texts])

@@ -35,7 +35,7 @@ def summary(model: object) -> dict[str, float]:
     return _summary(backends, _rows(backends))
 
 
-def _rows(backends: Mapping[str, Backend]) -> list[dict[str, Any]]:
+def _rows(backends: Mapping[str, Backend]) -> list[dict[str, object]]:
     return [{"model": name, **row} for name, backend in backends.items() for row in backend.stats(wait=False)]
 
 
@@ -93,7 +93,7 @@ def log_rows(
     _send(values, to, step)
 
 
-def _append(path: Path, rows: Iterable[Mapping[str, Any]], step: int) -> None:
+def _append(path: Path, rows: Iterable[Mapping[str, object]], step: int) -> None:
     with writing(path, "path"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", newline="", encoding="utf-8") as file:

@@ -25,6 +25,7 @@ from typing import (
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 Overwritten = Annotated[Node, "Tensor(a!)"]
 Shown = Annotated[Node, "Tensor(a)"]
@@ -86,7 +87,7 @@ class Call:
     op: ClassVar[str]
     target: ClassVar[torch._ops.OpOverload]
     kinds: ClassVar[dict[str, str]]  # the schema's type of each argument, in order
-    defaults: ClassVar[dict[str, Any]]  # the default of each argument, `_REQUIRED` if it has none
+    defaults: ClassVar[dict[str, object]]  # the default of each argument, `_REQUIRED` if it has none
 
     def __init_subclass__(
         cls,
@@ -108,7 +109,7 @@ class Call:
         cls.target = getattr(torch.ops.fxprec, op).default
         _DECLARED[cls.target] = cls
 
-    def __init__(self, *args: Any, **named: Any) -> None:
+    def __init__(self, *args: object, **named: object) -> None:
         given = {**dict(zip(self.kinds, args, strict=False)), **named}
         values = {**self.defaults, **given}
         is_whole = len(given) == len(args) + len(named) and len(values) == len(self.kinds)
@@ -129,7 +130,7 @@ class Call:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.__dict__.items())})"
 
     @classmethod
-    def with_tensors(cls, *args: Any) -> FakeCall:
+    def with_tensors(cls, *args: object) -> FakeCall:
         """Return a call whose arguments are tensors in place of nodes."""
         return cast(FakeCall, cls(*args))
 
@@ -184,7 +185,7 @@ class Call:
         return (name for name, kind in cls.kinds.items() if kind == "Tensor" and name != "table")
 
     @property
-    def args(self) -> tuple[Any, ...]:
+    def args(self) -> tuple[Argument, ...]:
         """The arguments of a node. Last arguments that equal their defaults are left out, as torch does."""
         found = [(getattr(self, name), default) for name, default in self.defaults.items()]
         while found and found[-1][0] is found[-1][1]:
@@ -196,7 +197,7 @@ class Call:
         return graph.call_function(self.target, self.args)
 
     @classmethod
-    def implement(cls, function: Callable[..., Any], *keys: str) -> None:
+    def implement(cls, function: Callable[..., object], *keys: str) -> None:
         """Register the implementation for the devices of these dispatch keys; without keys, for all devices."""
         _check(cls, function)
         for key in keys or ("CompositeExplicitAutograd",):
@@ -229,7 +230,7 @@ def _default(value: object) -> str:
     return "" if value is _REQUIRED else f"={value}"
 
 
-def _check(cls: type[Call], function: Callable[..., Any]) -> None:
+def _check(cls: type[Call], function: Callable[..., object]) -> None:
     """Refuse a function whose parameters differ from the operator's; ``*rest`` takes all remaining ones."""
     parameters = inspect.signature(function, eval_str=True).parameters.values()
     has_rest = any(p.kind is p.VAR_POSITIONAL for p in parameters)

@@ -70,7 +70,7 @@ class PaddedEnds(Call, op="padded_ends", fake=lambda call: torch.empty_like(call
     unit: int
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 

@@ -7,7 +7,7 @@ ATen's, or by kernels (`fxprec.kernels`).
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.fx import Node
@@ -261,7 +261,7 @@ class Product(Call):
         return self.format_a, self.format_b
 
 
-def product_like(call: FakeCall, dtype: torch.dtype | None = None) -> Any:
+def product_like(call: FakeCall, dtype: torch.dtype | None = None) -> object:
     """Return an uninitialised tensor for the product that a call computes."""
     return call.a.new_empty(call.a.shape[0], call.b.shape[1], dtype=dtype or call.dtype)
 

@@ -40,7 +40,7 @@ class MatmulCodes(Product, op="matmul_codes", fake=product_like):
     """Decode two operands and multiply them, in one kernel."""
 
 
-def _matmul_to_codes(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
+def _matmul_to_codes(call: FakeCall) -> tuple[object, object]:
     codes = product_like(call, stored_dtype(parse(call.format), call.storage))
     return codes, call.a.new_empty(SITE_COUNTERS, dtype=torch.int32)
 

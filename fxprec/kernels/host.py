@@ -5,15 +5,13 @@ On a GPU the copies run on a separate stream, and the waits are events between s
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import Node
 
 from fxprec.ir.calls import Call, Shown
 
 
-def _alias(x: object) -> Any:
+def _alias(x: object) -> object:
     return torch.ops.aten.alias.default(x)
 
 

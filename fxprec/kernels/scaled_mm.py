@@ -6,8 +6,6 @@ fxprec's. On a CPU they are computed from the arguments that torch would get (`f
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import Node
 
@@ -19,7 +17,7 @@ from fxprec.numerics.formats import E4M3FN
 from fxprec.numerics.swizzle import BLOCKS, ROWS
 
 
-def _product(call: FakeCall) -> Any:
+def _product(call: FakeCall) -> object:
     return call.a.new_empty(call.a.shape[0], call.b.shape[0], dtype=call.dtype)
 
 
@@ -42,7 +40,7 @@ class ScaledMm(Call, op="scaled_mm", fake=_product):
     dtype: torch.dtype
 
 
-def _grouped_product(call: FakeCall) -> Any:
+def _grouped_product(call: FakeCall) -> object:
     groups = call.offs.shape if call.b.ndim == 2 else ()
     return call.a.new_empty((*groups, call.a.shape[0], call.b.shape[-2]), dtype=torch.bfloat16)
 
@@ -66,7 +64,7 @@ class ScaledGroupedMm(Call, op="scaled_grouped_mm", fake=_grouped_product):
     format: str
 
 
-def _tiles_of_groups(call: FakeCall) -> Any:
+def _tiles_of_groups(call: FakeCall) -> object:
     groups, (rows, blocks) = call.offs.shape[0], call.scales.shape
     if call.block:
         return call.scales.new_empty((-(-rows // ROWS) * ROWS, padded_rows(blocks, groups, BLOCKS)))

@@ -80,7 +80,7 @@ def _declare(operator: Any) -> Any:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _as_in_aten(operator: OpOverload, *args: object, **options: object) -> Any:
+def _as_in_aten(operator: OpOverload, *args: object, **options: object) -> object:
     return operator(*args, **options)
 
 
@@ -108,13 +108,13 @@ def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, *options:
     return of_x, of_weight, gradient.new_empty(gradient.shape[1]) if mask[2] else None
 
 
-_FAKES: Mapping[Any, Callable[..., Any]] = {
+_FAKES: Mapping[OpOverload, Callable[..., object]] = {
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
 }
 
 
-WIDE: Mapping[Any, Any] = MappingProxyType(
+WIDE: Mapping[Any, OpOverload] = MappingProxyType(
     {operator: _declare(operator) for operator, spec in TABLE.items() if Trait.WIDE in spec.traits}
 )
 """ATen's operator -> fxprec's operator that computes it in float32."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from fxprec.config import Config
 from fxprec.config.checks import options_of
@@ -17,7 +17,7 @@ TOLD_BY_FLOAT32 = 1e-3
 
 
 def largest_error(
-    factory: Callable[[], Any], inputs: object = None, options: Mapping[str, Any] | None = None
+    factory: Callable[[], object], inputs: object = None, options: Mapping[str, object] | None = None
 ) -> tuple[str, float]:
     """Return the tensor of one training step that is furthest from float64, and its relative L2 error.
 

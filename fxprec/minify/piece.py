@@ -103,12 +103,12 @@ def _put(root: nn.Module, name: str, spec: Input, value: Tensor) -> None:
 
 def capture(case: Case) -> Piece:
     """Return the single graph that Dynamo captures of a case. Raises `ConfigError` if there are several, or none."""
-    taken: list[tuple[Captured, tuple[Any, ...]]] = []
+    taken: list[tuple[Captured, tuple[object, ...]]] = []
 
-    def backend(gm: GraphModule, examples: list[Any]) -> Any:
+    def backend(gm: GraphModule, examples: list[object]) -> object:
         captured = Captured.take(gm, examples)
 
-        def run(*args: object) -> Any:
+        def run(*args: object) -> object:
             taken.append((captured, args))
             return gm(*args)
 
@@ -148,7 +148,7 @@ class _Recorder(Interpreter):
         super().__init__(gm)
         self.values: dict[str, Input] = {}
 
-    def run_node(self, n: Node) -> Any:
+    def run_node(self, n: Node) -> object:
         value = super().run_node(n)
         if isinstance(value, Tensor) and not value.dtype.is_complex:
             self.values[n.name] = Input.like(value, "input")

@@ -7,7 +7,6 @@ import math
 import re
 import types
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -70,7 +69,7 @@ def script(
     *,
     target: str,
     failure: str,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     seed: int,
     limit: float | None,
     steps: int,
@@ -111,7 +110,7 @@ def _made(spec: Input, seed: int) -> str:
     return f"integers({common}, {spec.low!r}, {spec.high!r})"
 
 
-def _imports(names: Mapping[str, Any], source: str) -> str:
+def _imports(names: Mapping[str, object], source: str) -> str:
     """Return the lines that define the names in a graph's code."""
     lines = []
     for name, value in sorted(names.items()):

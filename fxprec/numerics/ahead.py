@@ -48,7 +48,7 @@ class Resources:
 
 
 def compile_for(
-    kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any], arch: int, **options: object
+    kernel: Any, signature: Mapping[str, str], constants: Mapping[str, object], arch: int, **options: object
 ) -> Any:
     """Return the compiled kernel. ``signature`` has the types of run-time arguments, ``constants`` the other arguments.
 

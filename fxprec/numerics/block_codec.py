@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from fxprec.numerics.rows import (
     QUIET_NAN,
     CodeRow,
     FormatRow,
+    Scalar,
     as_float,
     code_row,
     float_bits,
@@ -42,11 +43,11 @@ _WHOLE = float_bits(_TWO_23)
 class BlockRow(NamedTuple):
     """A block format's constants, as int32 numbers; "bits" are those of a float32."""
 
-    largest_exponent: object
+    largest_exponent: Scalar
     """Exponent of the element format's largest number; e8m0 only."""
-    carry: Any
+    carry: Scalar
     """Added to the largest magnitude's bits before its exponent is read; e8m0 only."""
-    largest: Any
+    largest: Scalar
     """Bits of the element's largest number."""
 
 
@@ -93,7 +94,7 @@ def power_factors(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def coded_scale(
-    amax: Tensor, whole: object, row: BlockRow, form: FormatRow[Any], code: CodeRow[Any], *, stochastic: bool
+    amax: Tensor, whole: object, row: BlockRow, form: FormatRow[Scalar], code: CodeRow[Scalar], *, stochastic: bool
 ) -> Tensor:
     """Return the code of a block's scale in a format; ``whole`` is the tensor's scale, if it has one."""
     share = amax.view(torch.float32) / as_float(row.largest)

@@ -9,7 +9,7 @@ Definitions: docs/algorithms.md, "Number formats". `reference` decides in doubt,
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from fxprec.numerics.rows import (
     SIGN,
     CodeRow,
     FormatRow,
+    Scalar,
     as_float,
     code_row,
     format_row,
@@ -38,7 +39,7 @@ class _Rounded(NamedTuple):
     """float32, of a subnormal: the rounded number plus the format's magic number."""
 
 
-def _nearest_even(magnitude: Tensor, row: FormatRow[Any], rebias: object = 0) -> _Rounded:
+def _nearest_even(magnitude: Tensor, row: FormatRow[Scalar], rebias: Scalar = 0) -> _Rounded:
     """Round magnitude bits to nearest, ties to the even code. ``rebias`` is subtracted from the units' exponent.
 
     For a normal number, add half a unit below the kept bits, less a correction that keeps ties even, and cut those bits
@@ -64,7 +65,7 @@ def _shifted(x: Tensor, scalar: Tensor | int) -> Tensor:
     return x if _is(scalar, 0) else x >> scalar
 
 
-def nearest(x: Tensor, row: FormatRow[Any]) -> Tensor:
+def nearest(x: Tensor, row: FormatRow[Scalar]) -> Tensor:
     """Return float32 ``x`` rounded to nearest, ties to the even code.
 
     NaN and -0.0 stay as they are, and in FP32 every bit of every number.
@@ -74,7 +75,7 @@ def nearest(x: Tensor, row: FormatRow[Any]) -> Tensor:
     return _number(_nearest_even(magnitude, row), bits, magnitude, row)
 
 
-def nearest_finite(x: Tensor, row: FormatRow[Any]) -> Tensor:
+def nearest_finite(x: Tensor, row: FormatRow[Scalar]) -> Tensor:
     """Round as `nearest` where there is no inf or NaN, in a saturating format with mantissa bits (``parity`` 1)."""
     bits = x.view(torch.int32)
     magnitude = bits & MAGNITUDE
@@ -83,20 +84,20 @@ def nearest_finite(x: Tensor, row: FormatRow[Any]) -> Tensor:
     return (torch.where(found > row.largest, row.largest, found) | (bits & SIGN)).view(torch.float32)
 
 
-def _unbounded(rounded: _Rounded, magnitude: Tensor, row: FormatRow[Any]) -> Tensor:
+def _unbounded(rounded: _Rounded, magnitude: Tensor, row: FormatRow[Scalar]) -> Tensor:
     normal = rounded.units if _is(row.shift, 0) else rounded.units << row.shift
     subnormal = (rounded.anchored - as_float(row.magic)).view(torch.int32)
     return torch.where(magnitude < row.min_normal, subnormal, normal)
 
 
-def _number(rounded: _Rounded, bits: Tensor, magnitude: Tensor, row: FormatRow[Any]) -> Tensor:
+def _number(rounded: _Rounded, bits: Tensor, magnitude: Tensor, row: FormatRow[Scalar]) -> Tensor:
     found = _unbounded(rounded, magnitude, row)
     found = torch.where(found > row.largest, row.overflow, found)
     found = torch.where(magnitude > INFINITY, magnitude, found)
     return (found | (bits & SIGN)).view(torch.float32)
 
 
-def codes(x: Tensor, row: FormatRow[Any], code: CodeRow[Any]) -> Tensor:
+def codes(x: Tensor, row: FormatRow[Scalar], code: CodeRow[Scalar]) -> Tensor:
     """Return the int32 codes of float32 ``x`` rounded to nearest even; a NaN without a code becomes the largest."""
     bits = x.view(torch.int32)
     magnitude = bits & MAGNITUDE
@@ -104,18 +105,17 @@ def codes(x: Tensor, row: FormatRow[Any], code: CodeRow[Any]) -> Tensor:
     return torch.where(magnitude > INFINITY, code.nan_code, found) | _code_sign(bits, code)
 
 
-def _code(rounded: _Rounded, magnitude: Tensor, row: FormatRow[Any], code: CodeRow[Any]) -> Tensor:
+def _code(rounded: _Rounded, magnitude: Tensor, row: FormatRow[Scalar], code: CodeRow[Scalar]) -> Tensor:
     subnormal = rounded.anchored.view(torch.int32) - row.magic
     found = torch.where(magnitude < row.min_normal, subnormal, rounded.units)
     return torch.clamp_max(found, code.overflow_code)
 
 
-def _code_sign(bits: Tensor, code: CodeRow[Any]) -> Tensor:
-    sign: Tensor = _shifted(bits, code.sign_shift) & code.sign
-    return sign
+def _code_sign(bits: Tensor, code: CodeRow[Scalar]) -> Tensor:
+    return _shifted(bits, code.sign_shift) & code.sign
 
 
-def stored(x: Tensor, row: FormatRow[Any], code: CodeRow[Any]) -> tuple[Tensor, Tensor]:
+def stored(x: Tensor, row: FormatRow[Scalar], code: CodeRow[Scalar]) -> tuple[Tensor, Tensor]:
     """Return `codes` and `nearest` of float32 ``x``, rounded once for both."""
     bits = x.view(torch.int32)
     magnitude = bits & MAGNITUDE
@@ -125,7 +125,7 @@ def stored(x: Tensor, row: FormatRow[Any], code: CodeRow[Any]) -> tuple[Tensor, 
     return found | _code_sign(bits, code), _number(rounded, bits, magnitude, row)
 
 
-def numbers(code: Tensor, row: FormatRow[Any], codes: CodeRow[Any]) -> Tensor:
+def numbers(code: Tensor, row: FormatRow[Scalar], codes: CodeRow[Scalar]) -> Tensor:
     """Return the float32 numbers of int32 codes, exactly and without float32 subnormals in between."""
     magnitude = code & codes.mask
     aligned = magnitude << row.shift
@@ -137,7 +137,7 @@ def numbers(code: Tensor, row: FormatRow[Any], codes: CodeRow[Any]) -> Tensor:
     return (value | sign).view(torch.float32)
 
 
-def lost(magnitude: Tensor, row: FormatRow[Any]) -> tuple[Tensor, Tensor]:
+def lost(magnitude: Tensor, row: FormatRow[Scalar]) -> tuple[Tensor, Tensor]:
     """Return which magnitudes overflow (|x| >= largest + half a unit, inf, NaN) and which round to zero."""
     limits = thresholds(row)
     return magnitude >= limits.overflow, (magnitude > 0) & (magnitude <= limits.underflow)

@@ -150,7 +150,7 @@ def _loader(source: Callable[..., tuple[str, str]]) -> Callable[..., Any]:
     """Return a function that loads what ``source`` prints, for a kernel that takes it as a compile-time argument."""
 
     @cache
-    def loaded(*args: Any, **options: Any) -> Any:
+    def loaded(*args: object, **options: object) -> Any:
         name, text = source(*args, **options)
         return compat.load_kernel(IMPORTS + text, name)
 

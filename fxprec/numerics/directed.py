@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fxprec.numerics.codec import nearest
-from fxprec.numerics.rows import INFINITY, MAGNITUDE, SIGN, FormatRow, as_float
+from fxprec.numerics.rows import INFINITY, MAGNITUDE, SIGN, FormatRow, Scalar, as_float
 
 
-def truncated(x: Tensor, row: FormatRow[Any]) -> Tensor:
+def truncated(x: Tensor, row: FormatRow[Scalar]) -> Tensor:
     """Round float32 ``x`` toward zero: in every format, finite values beyond the largest number become that number.
 
     Inf and NaN are rounded as in `nearest`.
@@ -22,7 +20,7 @@ def truncated(x: Tensor, row: FormatRow[Any]) -> Tensor:
     return torch.where(special, nearest(x, row), bits.view(torch.float32))
 
 
-def raised(x: Tensor, row: FormatRow[Any]) -> Tensor:
+def raised(x: Tensor, row: FormatRow[Scalar]) -> Tensor:
     """Round float32 ``x``, which is not negative, to the least number not below it, at most the largest.
 
     Inf and NaN are rounded as in `nearest`.
@@ -33,7 +31,7 @@ def raised(x: Tensor, row: FormatRow[Any]) -> Tensor:
     return torch.where(x.view(torch.int32) >= INFINITY, nearest(x, row), bits.view(torch.float32))
 
 
-def dithered(x: Tensor, random: Tensor, row: FormatRow[Any]) -> Tensor:
+def dithered(x: Tensor, random: Tensor, row: FormatRow[Scalar]) -> Tensor:
     """Round float32 ``x`` up in magnitude with probability (|x| - down) / (up - down), else down.
 
     ``random`` is int32 of the shape of ``x``, uniform in [0, 2^31). The probability is exact if it is a multiple of
@@ -47,7 +45,7 @@ def dithered(x: Tensor, random: Tensor, row: FormatRow[Any]) -> Tensor:
     return torch.where(beyond, nearest(x, row), (bits | sign).view(torch.float32))
 
 
-def _split(x: Tensor, row: FormatRow[Any]) -> tuple[Tensor, Tensor]:
+def _split(x: Tensor, row: FormatRow[Scalar]) -> tuple[Tensor, Tensor]:
     """Return magnitude bits truncated to the format, and the remainder in units of 2^-31 of the last place."""
     magnitude = x.view(torch.int32) & MAGNITUDE
     field = torch.clamp_min(magnitude >> 23, 1)
@@ -62,7 +60,7 @@ def _split(x: Tensor, row: FormatRow[Any]) -> tuple[Tensor, Tensor]:
     return torch.where(magnitude < row.min_normal, subnormal, normal), fraction
 
 
-def _next_up(down: Tensor, row: FormatRow[Any]) -> Tensor:
+def _next_up(down: Tensor, row: FormatRow[Scalar]) -> Tensor:
     """Return the bits of the format's next number above ``down``."""
     anchor = as_float(row.magic)
     above = (down.view(torch.float32) + anchor).view(torch.int32) + 1

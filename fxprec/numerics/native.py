@@ -13,13 +13,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from fxprec.errors import FxprecWarning, LoweringError, NativeArgumentError
 
-Signatures: TypeAlias = Mapping[str, Sequence[Any]]
+Signatures: TypeAlias = Mapping[str, Sequence[type | None]]
 """For each function the ctypes of its result (None for void) and of its arguments; an address is a ``c_void_p``."""
 
 SANITIZER = "FXPREC_SANITIZE"

@@ -21,7 +21,7 @@ from fxprec.numerics.block_rounding import BlockCodes, decode_blocks, encode_blo
 from fxprec.numerics.blocks import AnyFormat, BlockFormat, find
 from fxprec.numerics.formats import BF16, FP16, FP32, Format
 from fxprec.numerics.memory import empty_like
-from fxprec.numerics.rows import CodeRow, FormatRow, code_row, format_row
+from fxprec.numerics.rows import CodeRow, FormatRow, Scalar, code_row, format_row
 
 Rounding: TypeAlias = Literal["nearest", "stochastic", "zero"]
 ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic", "zero")
@@ -60,9 +60,8 @@ def quantize(
         _check_out(out, x)
         return _quantize(x.detach(), fmt, rounding, generator, out)
     if torch.is_grad_enabled() and x.requires_grad:
-        apply: Any = _StraightThrough.apply  # typed in some versions of torch only
-        result: torch.Tensor = apply(x, fmt, rounding, generator)
-        return result
+        apply: Callable[..., torch.Tensor] = _StraightThrough.apply  # typed in some versions of torch only
+        return apply(x, fmt, rounding, generator)
     return _quantize(x, fmt, rounding, generator, None)
 
 
@@ -163,7 +162,7 @@ def _random(x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
     return torch.empty(x.shape, dtype=torch.int32, device=x.device).random_(generator=generator)
 
 
-_Rows: TypeAlias = tuple[FormatRow[Any], CodeRow[Any]]
+_Rows: TypeAlias = tuple[FormatRow[Scalar], CodeRow[Scalar]]
 _Kernel: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None, _Rows], torch.Tensor]
 
 

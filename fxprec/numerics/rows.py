@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from fxprec.numerics.formats import Format
 
-S = TypeVar("S")
-"""``int``, which folds into the code, or ``torch.Tensor``: a 0-dim int32."""
+Scalar: TypeAlias = torch.Tensor | int
+"""An ``int``, which folds into the code, or a 0-dim int32 tensor."""
+S = TypeVar("S", covariant=True)
 
 MAGNITUDE = 0x7FFFFFFF
 INFINITY = 0x7F800000

@@ -21,7 +21,7 @@ from torch import Tensor
 from fxprec import compat
 from fxprec.numerics.codec import lost
 from fxprec.numerics.device import IMPORTS
-from fxprec.numerics.rows import MAGNITUDE, FormatRow
+from fxprec.numerics.rows import MAGNITUDE, FormatRow, Scalar
 
 
 class Counts(NamedTuple):
@@ -95,7 +95,7 @@ def _finished(c: Any) -> tuple[Any, ...]:
     )
 
 
-def count(x: Tensor, stored: Tensor, row: FormatRow[Any], dims: tuple[int, ...] = ()) -> list[Tensor]:
+def count(x: Tensor, stored: Tensor, row: FormatRow[Scalar], dims: tuple[int, ...] = ()) -> list[Tensor]:
     """Return ``overflow`` to ``elements`` of float32 ``x``, whose scaled values are ``stored``, as float64.
 
     Counts cover the whole tensor, or each part that reducing ``dims`` leaves; `total` adds the parts.
@@ -130,7 +130,7 @@ SHORT = 1 << SHORT_BITS
 def count_parts(
     x: Tensor,
     stored: Tensor,
-    row: FormatRow[Any],
+    row: FormatRow[Scalar],
     dims: tuple[int, ...],
     measured: bool,
     short: bool = False,

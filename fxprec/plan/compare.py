@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fxprec.errors import PlanError
 from fxprec.plan.rows import Site
@@ -105,7 +105,7 @@ def _unnumbered(name: str) -> str:
     return re.sub(r"_\d+$", "", name)
 
 
-def _identity(row: object, name: str) -> Any:
+def _identity(row: object, name: str) -> object:
     """Return the part of a field's value that identifies the model."""
     value = getattr(row, name)
     if name not in _NODES or getattr(row, "kind", "").endswith("param"):
@@ -130,7 +130,7 @@ def _shown(value: object) -> str:
     return ", ".join(value) or "empty" if isinstance(value, tuple) else repr(value)
 
 
-def _extra(ours: Sequence[Any], theirs: Sequence[Any], name: str) -> str:
+def _extra(ours: Sequence[object], theirs: Sequence[object], name: str) -> str:
     longer = max(ours, theirs, key=len)
     first = getattr(longer[min(len(ours), len(theirs))], name)
     return f"; the first without a partner is {_shown(first)}"

@@ -66,7 +66,7 @@ def _moments(entry: Entry) -> tuple[tuple[int, ...], ...]:
     return rows
 
 
-def _rows(read: Reader, entry: Entry) -> tuple[Any, ...]:
+def _rows(read: Reader, entry: Entry) -> tuple[object, ...]:
     """Read a table whose rows have their position as ``id``."""
     rows = []
     for i, item in enumerate(entry.items()):
@@ -103,7 +103,7 @@ _READERS: Mapping[object, Reader] = {
 def _fields(cls: type) -> Reader:
     """Return a reader of the fields of a dataclass."""
     if cls is Recipe:
-        hints: dict[str, Any] = {
+        hints: dict[str, object] = {
             "name": str,
             **dict.fromkeys(FORMAT_ROLES, FormatName),
             **dict.fromkeys(RECIPE_FLAGS, bool),

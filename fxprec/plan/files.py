@@ -65,20 +65,20 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     return head | tables | ({"saved": [_row(row, ("site", "on_host")) for row in plan.saved]} if plan.saved else {})
 
 
-def _row(row: DataclassInstance, optional: Collection[str] = ()) -> dict[str, Any]:
+def _row(row: DataclassInstance, optional: Collection[str] = ()) -> dict[str, object]:
     """Return a row as data, without those of its ``optional`` fields that are None, False or empty."""
     data = _with_lists(asdict(row)).items()
     return {k: v for k, v in data if k not in optional or not (v is None or v is False or v in ("", []))}
 
 
-def _with_lists(value: Any) -> Any:
+def _with_lists(value: object) -> Any:
     """Return data with lists in place of tuples, as a file that is read has them."""
     if isinstance(value, dict):
         return {key: _with_lists(item) for key, item in value.items()}
     return [_with_lists(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-def _peak(row: PeakBytes) -> dict[str, Any]:
+def _peak(row: PeakBytes) -> dict[str, object]:
     """Return the peak as data, without empty fields and without the fields for several graphs if there is one."""
     left_out = {"graphs", "beside"} if row.graphs == 1 else set()
     left_out |= set() if row.reserved else {"reserved"}
@@ -86,7 +86,7 @@ def _peak(row: PeakBytes) -> dict[str, Any]:
     return {key: value for key, value in data.items() if key not in left_out}
 
 
-def _given(data: dict[str, Any]) -> dict[str, Any]:
+def _given(data: dict[str, object]) -> dict[str, object]:
     """Return data without fields that are None or empty text."""
     found = {key: _given(value) if isinstance(value, dict) else value for key, value in data.items()}
     return {key: value for key, value in found.items() if value not in (None, "")}
@@ -207,7 +207,7 @@ def _int(text: str) -> int:
     return int(text)
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]

@@ -10,7 +10,7 @@ from fxprec.report.compare_text import first_of, where
 from fxprec.report.history import thinned
 from fxprec.report.html import framed
 from fxprec.report.result import plain
-from fxprec.report.runs import HALVES, Track
+from fxprec.report.runs import HALVES, Half, Track
 
 if TYPE_CHECKING:
     from fxprec.report.streams import Comparison, Pair
@@ -42,7 +42,7 @@ def page_data(found: Comparison) -> dict[str, Any]:
     }
 
 
-def _half(found: Comparison, half: Any) -> dict[str, Any]:
+def _half(found: Comparison, half: Half) -> dict[str, object]:
     first = found.first_in(half)
     of_half = [pair for pair in found.pairs if pair.half == half]
     steps = sorted(pair.parting.step for pair in of_half if pair.parting is not None)
@@ -55,7 +55,7 @@ def _half(found: Comparison, half: Any) -> dict[str, Any]:
     }
 
 
-def _tensor(pair: Pair, keep: int) -> dict[str, Any]:
+def _tensor(pair: Pair, keep: int) -> dict[str, object]:
     chosen = thinned(range(len(pair.steps)), keep)
     steps = [pair.steps[i] for i in chosen]
     return pair.to_dict() | {

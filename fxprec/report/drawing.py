@@ -95,7 +95,7 @@ class Drawing:
             raise PlanError(f"{path}: is not a graph that fxprec wrote ({cause}); dump the model again") from None
 
 
-def _plain(node: DrawnNode, name: str) -> Any:
+def _plain(node: DrawnNode, name: str) -> object:
     found = getattr(node, name)
     return int(found) if isinstance(found, bool) else found
 

@@ -37,14 +37,14 @@ class Planned(Exception):
     """Raised to end a compilation once its plan is made, if only the plan is needed."""
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def _spares_training(write: F) -> F:
     """Let a failed write end the dump instead of the training, once training has begun."""
 
     @wraps(write)
-    def spared(dump: GraphDump, *args: object, **kwargs: object) -> Any:
+    def spared(dump: GraphDump, *args: object, **kwargs: object) -> object:
         if dump.is_given_up:
             return None
         try:

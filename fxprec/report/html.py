@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from fxprec.plan import Plan
 from fxprec.report.drawing import FILE, Drawing
@@ -52,8 +51,8 @@ def report_html(
     *,
     title: str,
     drawing: Drawing | None = None,
-    history: Sequence[Mapping[str, Any]] = (),
-    dumped: Sequence[Mapping[str, Any]] = (),
+    history: Sequence[Mapping[str, object]] = (),
+    dumped: Sequence[Mapping[str, object]] = (),
 ) -> str:
     """Return the page; the same arguments give the same bytes."""
     values = page_data(plan, title, drawing, history) | {"dumped": list(dumped)}
@@ -65,7 +64,7 @@ def framed(
     name: str,
     texts: Mapping[str, str],
     scripts: Sequence[str],
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     *,
     styles: Sequence[str] = (),
 ) -> str:

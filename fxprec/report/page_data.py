@@ -59,7 +59,7 @@ def page_data(plan: Plan, title: str, drawing: Drawing | None, history: Sequence
     return data | {"texts": list(known)}
 
 
-def _peak(plan: Plan) -> dict[str, Any] | None:
+def _peak(plan: Plan) -> dict[str, object] | None:
     """Return the live bytes over a step under a peak budget, with the parts that a step budget counts too."""
     peak, whole = plan.peak_bytes, plan.whole_step
     if peak is None:
@@ -100,7 +100,7 @@ def _point(point: Point) -> list[float | None]:
     return [point.groups, round(point.reached, 6), point.saved_bytes, float(f"{point.error:.4g}"), damage]
 
 
-def _site(plan: Plan, s: Site, texts: Texts) -> list[Any]:
+def _site(plan: Plan, s: Site, texts: Texts) -> list[object]:
     where = [texts(t) for t in (s.tensor, s.kind, s.module, s.source, s.shape)]
     why = texts("\n".join(reasons(plan, s)))
     return [*where, s.group, texts(s.stored_as), s.promoted_at, s.elements, why, texts(s.reads)]

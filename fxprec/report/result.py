@@ -29,7 +29,7 @@ def plain(value: object) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_result(folder: str | Path, name: str, data: Mapping[str, Any], page: str) -> Path:
+def write_result(folder: str | Path, name: str, data: Mapping[str, object], page: str) -> Path:
     """Write ``name.json`` and ``name.html`` into ``folder``; create it; return the page. Raises `ConfigError`."""
     place = Path(folder)
     with writing(place):

@@ -100,7 +100,7 @@ def _lost(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return lost(x.contiguous().view(torch.int32) & MAGNITUDE, format_row(fmt))
 
 
-def _exponents(x: Tensor) -> dict[str, Any]:
+def _exponents(x: Tensor) -> dict[str, object]:
     """Count non-zero elements by exponent of two, from ``first`` on."""
     exponents = torch.frexp(x[x != 0])[1].to(torch.int64) - 1
     if not exponents.numel():

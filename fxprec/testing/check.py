@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fxprec.config import Config
 from fxprec.config.checks import one_of, options_of
@@ -79,10 +78,10 @@ class Outcome:
 
 
 def verify(
-    factory: Callable[[], Any],
+    factory: Callable[[], object],
     inputs: object = None,
     *,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     loss: Loss | None = None,
     thresholds: Thresholds | None = None,
     seed: int = 0,

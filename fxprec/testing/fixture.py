@@ -37,7 +37,7 @@ class Numerics:
         factory: Callable[[], Any],
         inputs: object = None,
         *,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
         loss: Callable[[Any], Tensor] | None = None,
         k: float | None = None,
         floor: float | None = None,
@@ -75,12 +75,12 @@ class Numerics:
 
     def check_training(
         self,
-        factory: Callable[[], Any],
+        factory: Callable[[], object],
         batches: Batches,
         *,
         steps: int = 20,
         seeds: int = 5,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
         loss: TargetLoss | None = None,
         optimizer: MakeOptimizer | None = None,
         name: str | None = None,
@@ -113,7 +113,7 @@ class Numerics:
             assert_identical(before, after)
 
     @contextmanager
-    def _one_line(self, kind: str, name: str | None) -> Iterator[tuple[Path, dict[str, Any]]]:
+    def _one_line(self, kind: str, name: str | None) -> Iterator[tuple[Path, dict[str, object]]]:
         """Record one check; let the test fail with its message, without a traceback."""
         __tracebackhide__ = True
         record: dict[str, Any] = {"kind": kind, "status": "passed"}
@@ -129,7 +129,7 @@ class Numerics:
             record["message"] = message
             raise pytest.fail.Exception(message, pytrace=False) from None
 
-    def _path(self, name: str | None, record: dict[str, Any]) -> Path:
+    def _path(self, name: str | None, record: dict[str, object]) -> Path:
         self._count += 1
         stem = re.sub(r"\W", "_", name or self._node.name) + (f"-{self._count}" if self._count > 1 and not name else "")
         path = self._node.path.parent / self._node.path.stem / f"{stem}.json"

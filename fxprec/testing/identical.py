@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -36,13 +34,13 @@ def assert_identical(before: object, after: object) -> None:
         raise NumericsError(text + (f"\n... and {more} more" if more > 0 else ""))
 
 
-def _leaves(value: object) -> dict[str, Any]:
+def _leaves(value: object) -> dict[str, object]:
     if callable(value) and not isinstance(value, nn.Module):
         value = value()
     return {keystr(path): leaf for path, leaf in tree_flatten_with_path(_expanded(value))[0]}
 
 
-def _expanded(value: object) -> Any:
+def _expanded(value: object) -> object:
     if isinstance(value, nn.Module):
         grads = {f"{n}.grad": p.grad for n, p in value.named_parameters() if p.grad is not None}
         return {**value.state_dict(), **grads}

@@ -69,12 +69,12 @@ class Curve:
 
 
 def verify_training(
-    factory: Callable[[], Any],
+    factory: Callable[[], object],
     batches: Batches,
     *,
     steps: int = 20,
     seeds: int = 5,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     loss: TargetLoss | None = None,
     optimizer: MakeOptimizer | None = None,
     golden: Path,
@@ -108,7 +108,7 @@ def verify_training(
 
 
 def _train(
-    factory: Callable[[], Any],
+    factory: Callable[[], object],
     batches: Batches,
     steps: int,
     config: Config,

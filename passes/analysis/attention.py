@@ -49,7 +49,7 @@ class Attention:
         """Return ``module, source`` for a message."""
         return place(self.module, self.source) or self.node.name
 
-    def largest(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Tensor:
+    def largest(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Tensor:
         """Return the largest magnitude among the logits, a scalar, from the node's arguments and its result."""
         if self.node.target in _ATTENTION:
             return _largest_product(self.node, args, kwargs)

@@ -125,7 +125,7 @@ def made_by(node: Node) -> Node:
     return node if item is None else item[0]
 
 
-def operator_of(node: Node) -> Callable[..., Any]:
+def operator_of(node: Node) -> Callable[..., object]:
     """Return the function that a ``call_function`` node calls."""
     assert callable(node.target), f"{node.format_node()} calls no function"
     return node.target

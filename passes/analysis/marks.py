@@ -9,6 +9,7 @@ from torch.fx import Node
 
 if TYPE_CHECKING:
     from fxprec.passes.analysis.tensors import CountedTensor
+    from fxprec.passes.lowering.blocks import BlockCall
 
 _KEY = "fxprec"
 
@@ -35,7 +36,7 @@ class Marks:
     """The variable of the scale graph that scales such a value; from carry-scales."""
     origin: str = ""
     """The name that a kernel's text gives the value, if it is another node's; from the Triton lowering."""
-    block_call: Any = None
+    block_call: BlockCall | None = None
     """The cast that a kernel for blocks computes, a `BlockCall`; from the lowering of blocks."""
 
     def for_new(self) -> Marks:

@@ -8,7 +8,6 @@ saved: values that a later region, or the backward of operators behind the regio
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
 
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
@@ -29,12 +28,12 @@ def mark(node: Node, policy: CheckpointPolicy) -> None:
     node.meta[POLICY] = policy
 
 
-def policies(graph: Graph) -> dict[Node, Any]:
+def policies(graph: Graph) -> dict[Node, object]:
     """Return the policy of every node, None for a node without a policy."""
     return {node: node.meta.get(POLICY) for node in graph.nodes}
 
 
-def restore(policies: Mapping[Node, Any]) -> None:
+def restore(policies: Mapping[Node, object]) -> None:
     """Give each node its earlier policy back, after torch's own passes changed it.
 
     When a pass of torch's removes an operator without effect (``x + 0``), it gives the operator's metadata to its

@@ -39,8 +39,7 @@ class BlockCall:
     @classmethod
     def of(cls, node: Node) -> BlockCall | None:
         """Return the cast that the node computes; None for nodes that call other kernels."""
-        found = marks(node).block_call
-        return found if isinstance(found, cls) else None
+        return marks(node).block_call
 
 
 def lower_blocks(

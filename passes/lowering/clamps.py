@@ -7,7 +7,6 @@ bound of a value with the cast that stores it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ def _at_most(x: Tensor, _: object, most: float) -> Tensor:
     return torch.where(x > most, most, x)
 
 
-_COMPARED: dict[Callable[..., Any], Callable[..., Tensor]] = {
+_COMPARED: dict[Callable[..., object], Callable[..., Tensor]] = {
     aten.relu.default: _at_least,
     aten.clamp_min.default: _at_least,
     aten.clamp_max.default: _at_most,

@@ -140,7 +140,7 @@ def column_of(graph: Graph, table: Node, row: int, column: int) -> Node:
     return graph.call_function(aten.select.int, (graph.call_function(aten.select.int, (table, 0, row)), 0, column))
 
 
-def inline(graph: Graph, template: GraphModule, args: tuple[Any, ...], device: torch.device) -> Node:
+def inline(graph: Graph, template: GraphModule, args: tuple[object, ...], device: torch.device) -> Node:
     """Copy a template into the graph, with its constants on ``device``: one on a CPU would prevent CUDA graphs."""
     result = copied_in(graph, template, args, device)
     assert isinstance(result, Node)
@@ -183,7 +183,7 @@ def insert(graph: Graph, function: Callable[..., torch.Tensor], x: Node, *static
 
 @lru_cache(maxsize=1024)
 def _traced(
-    function: Callable[..., torch.Tensor], dtypes: tuple[torch.dtype, ...], static: tuple[Any, ...], num_columns: int
+    function: Callable[..., torch.Tensor], dtypes: tuple[torch.dtype, ...], static: tuple[object, ...], num_columns: int
 ) -> GraphModule:
     """Trace ``function(*tensors, columns, *static)`` on a small example; the trace holds for every shape."""
     examples = [torch.zeros(_EXAMPLES.get(function, (2, 3)), dtype=dtype, device="cpu") for dtype in dtypes]

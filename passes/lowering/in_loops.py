@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import partial
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -43,7 +42,7 @@ def _stored(table: object, row: int, format: str, storage: str) -> torch.dtype:
     return stored_dtype(parse(format), storage)
 
 
-def _encode(x: object, dtype: torch.dtype, table: object, row: int, format: str, storage: str) -> Any:
+def _encode(x: object, dtype: torch.dtype, table: object, row: int, format: str, storage: str) -> object:
     text = partial(loop_function, "encode", parse(format))
     wide = compat.converted_in_loop(x, torch.float32, dtype)
     code = compat.call_in_loop(wide, f"encode {format}", text, torch.int32)
@@ -57,7 +56,7 @@ def _read(table: object, row: int, format: str, storage: str, dtype: torch.dtype
 
 def _decode(
     q: object, stored: torch.dtype, table: object, row: int, format: str, storage: str, dtype: torch.dtype
-) -> Any:
+) -> object:
     text = partial(loop_function, "decode", parse(format))
     byte = compat.converted_in_loop(q, torch.uint8, stored)
     code = compat.converted_in_loop(byte, torch.int32, torch.uint8)

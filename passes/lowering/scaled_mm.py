@@ -169,7 +169,7 @@ class _Batched:
         substitute(graph, node, new)
 
 
-def _metadata(node: Node) -> dict[str, Any]:
+def _metadata(node: Node) -> dict[str, object]:
     """Return a product's metadata without the arguments that it was traced with; Inductor would expect them."""
     return {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
 

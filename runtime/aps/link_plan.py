@@ -133,7 +133,7 @@ class LinkPlan:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in head.items()}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> LinkPlan:
+    def from_dict(cls, data: Mapping[str, object]) -> LinkPlan:
         """Read JSON data as hostile input. Raises `PlanError` naming the entry, the cause and the way out."""
         return read(Entry(data))
 

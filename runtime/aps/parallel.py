@@ -166,9 +166,8 @@ class _OwnSamples(torch.autograd.Function):
 
 
 def _applied(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
-    apply: Any = function.apply  # typed in some versions of torch only
-    result: Tensor = apply(*arguments)
-    return result
+    apply: Callable[..., Tensor] = function.apply  # typed in some versions of torch only
+    return apply(*arguments)
 
 
 def all_gather(

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fxprec.compat import sharded_parameters
@@ -25,7 +26,7 @@ class Shards:
     """Elements of each parameter in one rank's padded shard."""
 
     @classmethod
-    def of(cls, name: str, owner: object, index: int) -> Shards:
+    def of(cls, name: str, owner: FSDPModule, index: int) -> Shards:
         """Return the shards of an `FSDPModule` with this name."""
         found = sharded_parameters(owner)
         return cls(name, index, tuple(found), tuple(_shard_size(p) for p in found if isinstance(p, DTensor)))

@@ -61,7 +61,7 @@ def _params(fmt: CFormat, scale_exp: int, unscale_exp: int, carried: int, keep: 
 @cache
 def _library() -> ctypes.CDLL:
     memory, end = ctypes.c_void_p, (ctypes.c_int64, ctypes.POINTER(Params))
-    signatures: dict[str, tuple[Any, ...]] = {"fxprec_round": (None, memory, memory, memory, *end)}
+    signatures: dict[str, tuple[type | None, ...]] = {"fxprec_round": (None, memory, memory, memory, *end)}
     for bits in (8, 16, 32):  # of a code
         signatures[f"fxprec_store{bits}"] = (None, memory, memory, memory, memory, *end)
         signatures[f"fxprec_load{bits}"] = (None, memory, memory, *end)

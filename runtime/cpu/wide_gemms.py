@@ -95,7 +95,7 @@ def attention(
 ) -> tuple[Tensor, ...]:
     """Return the result (batch, heads, tokens, width) and the logarithms of sums, some heads at a time."""
     operator = aten._scaled_dot_product_flash_attention_for_cpu.default
-    rest: dict[str, Any] = {"attn_mask": attn_mask, "scale": scale}
+    rest: dict[str, object] = {"attn_mask": attn_mask, "scale": scale}
     results = _empty_results(operator, query, key, value, dropout_p, is_causal, **rest)
     for heads in _heads(query):
         factors = (heads(x) for x in (query, key, value))
@@ -205,7 +205,7 @@ def _promised(operator: OpOverload, *args: object, **options: object) -> Any:
     return operator(*map(_on_meta, args), **{name: _on_meta(each) for name, each in options.items()})
 
 
-def _on_meta(x: object) -> Any:
+def _on_meta(x: object) -> object:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 
@@ -220,7 +220,7 @@ def _whole(operator: OpOverload) -> Callable[..., Tensor]:
     return run
 
 
-IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
+IMPLEMENTATIONS: dict[object, Callable[..., object]] = {
     aten.mm.default: mm,
     aten.addmm.default: addmm,
     aten.bmm.default: bmm,

@@ -48,12 +48,12 @@ class Launch:
 
     kernel: TritonKernel
     device: torch.device
-    arguments: tuple[Any, ...]
-    options: tuple[tuple[str, Any], ...]
+    arguments: tuple[Pointer | int, ...]
+    options: tuple[tuple[str, object], ...]
     """Keyword arguments in the order of the call: their order is part of Triton's key for compiled code."""
 
     @classmethod
-    def of(cls, kernel: TritonKernel, arguments: Sequence[Any], options: dict[str, Any]) -> Launch:
+    def of(cls, kernel: TritonKernel, arguments: Sequence[Any], options: dict[str, object]) -> Launch:
         """Describe a launch with these arguments."""
         device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
         return cls(kernel, device, tuple(map(_specialised, arguments)), tuple(options.items()))
@@ -107,7 +107,7 @@ def enqueue(kernel: TritonKernel, grid: tuple[int, ...], *arguments: object, **o
         kernel[grid](*arguments, **options)
 
 
-def note_alternatives(kernel: TritonKernel, arguments: Sequence[Any], options: Sequence[dict[str, Any]]) -> None:
+def note_alternatives(kernel: TritonKernel, arguments: Sequence[object], options: Sequence[dict[str, object]]) -> None:
     """Note launches of which the first run will choose the fastest."""
     found = _noted.get()
     assert found is not None

@@ -166,7 +166,7 @@ def dot_dtype(a: Format, b: Format) -> tuple[torch.dtype, str]:
 
 def flags(a: Format, b: Format, *, coded: tuple[bool, bool] = (True, True), out: Format | None = None,
           keep: bool = False, stats: bool = True, scaled: tuple[bool, bool] = (True, True), bias: bool = False,
-          middle: torch.dtype = torch.float32) -> dict[str, Any]:  # fmt: skip
+          middle: torch.dtype = torch.float32) -> dict[str, object]:  # fmt: skip
     """Return the compile-time arguments for operands of formats ``a`` and ``b`` and codes ``out``, if any."""
     dtype, precision = dot_dtype(a, b)
     if dtype == torch.bfloat16 and compat.runs_in_interpreter(matmul_kernel):
@@ -266,7 +266,7 @@ class _Call:
             self.args[7].zero_()  # the timed runs counted too
         return tile
 
-    def _options(self, tile: Tile) -> dict[str, Any]:
+    def _options(self, tile: Tile) -> dict[str, object]:
         shape = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
         return {**self.static, **tile_flags(tile), **shape}
 

@@ -143,11 +143,11 @@ def _check_device(x: torch.Tensor) -> None:
         )
 
 
-def _named(function: Callable[..., Any]) -> Callable[..., Any]:
+def _named(function: Callable[..., object]) -> Callable[..., object]:
     """Wrap ``function`` so that Triton's own errors become one line with the kernel, the cause and the way out."""
 
     @functools.wraps(function)
-    def call(first: torch.Tensor, *args: object) -> Any:
+    def call(first: torch.Tensor, *args: object) -> object:
         try:
             return function(first, *args)
         except Exception as error:
@@ -166,7 +166,7 @@ def _device_name(x: torch.Tensor) -> str:
     return torch.cuda.get_device_name(x.device) if x.device.type == "cuda" else str(x.device)
 
 
-_FUNCTIONS: dict[type[Call], Callable[..., Any]] = {
+_FUNCTIONS: dict[type[Call], Callable[..., object]] = {
     QuantizeTranspose: quantize_transpose,
     TransposeCodes: transpose_codes,
     MatmulCodes: matmul_codes,
@@ -178,7 +178,7 @@ for _call, _function in _FUNCTIONS.items():
     _call.implement(_named(_function), *(("CUDA",) if _call is Gathered else ("CPU", "CUDA")))
 
 
-def launches_of(call: type[Call], args: Sequence[Any]) -> list[Alternatives]:
+def launches_of(call: type[Call], args: Sequence[object]) -> list[Alternatives]:
     """Return the launches of an operator for these arguments, fake tensors on a GPU. Nothing is started."""
     from fxprec.runtime.gemm.launch import noting
 

@@ -7,7 +7,6 @@ adds up the shares. Floats are not added by atomics, so the same parts give the 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -131,12 +130,12 @@ def totals_kernel(
 
 
 @lru_cache(maxsize=1024)
-def flags(sites: tuple[PartsOf, ...], columns: int) -> dict[str, Any]:
+def flags(sites: tuple[PartsOf, ...], columns: int) -> dict[str, object]:
     """Return the compile-time arguments that both kernels share; the table of scales has ``columns``."""
     return {"FACTS": tuple(tuple(site) for site in sites), "COLUMNS": columns}
 
 
-def shares_flags(constants: dict[str, Any], splits: int) -> dict[str, Any]:
+def shares_flags(constants: dict[str, object], splits: int) -> dict[str, object]:
     """Return the compile-time arguments of `shares_kernel`."""
     return {
         "FACTS": constants["FACTS"],
@@ -147,7 +146,7 @@ def shares_flags(constants: dict[str, Any], splits: int) -> dict[str, Any]:
     }
 
 
-def totals_flags(constants: dict[str, Any], splits: int) -> dict[str, Any]:
+def totals_flags(constants: dict[str, object], splits: int) -> dict[str, object]:
     """Return the compile-time arguments of `totals_kernel`."""
     return {**constants, "CARRIED": CARRIED, "MEASURE": MEASURE, "WIDTH": WIDTH, "NUMBERS": NUMBERS, "SPLITS": splits}
 

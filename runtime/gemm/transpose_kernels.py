@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -108,7 +107,7 @@ def grid(m: int, n: int) -> tuple[int]:
 @cache
 def flags(
     fmt: Format, *, keep: bool = False, row_major: bool = True, stats: bool = True, hardware: bool = False
-) -> Mapping[str, Any]:
+) -> Mapping[str, object]:
     """Return the compile-time arguments of the kernel for a format; ``hardware``: round by the cast instruction."""
     return {
         "ENCODE": (device.caster if hardware else device.encoder)(fmt, keep=keep),
@@ -123,7 +122,7 @@ def flags(
     }
 
 
-def launch(x: Tensor, row: Tensor, q: Tensor, t: Tensor, counts: Tensor, wanted: Mapping[str, Any]) -> None:
+def launch(x: Tensor, row: Tensor, q: Tensor, t: Tensor, counts: Tensor, wanted: Mapping[str, object]) -> None:
     """Run the kernel with the compile-time arguments of `flags`."""
     m, n = x.shape
     sizes, options = (m, n, *x.stride()), {**wanted, "num_warps": WARPS, "enable_fp_fusion": False}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fxprec import compat
 from fxprec.errors import GradientError
@@ -28,11 +29,13 @@ class AppliedGradient(Tensor):
 
     __torch_function__ = compat.without_torch_function
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"AppliedGradient({self.of})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: object = None
+    ) -> object:
         if _reads_nothing(func):
             return args[0]
         found = next(_found(args), None)
@@ -53,12 +56,12 @@ _CLIP = (
 )
 
 
-def _reads_nothing(func: Any) -> bool:
+def _reads_nothing(func: OpOverload) -> bool:
     """Return whether an operator is one that ``zero_grad`` or a copy of the module calls."""
     return func is torch.ops.aten.detach.default or func._schema.name.endswith("zero_")
 
 
-def _found(args: Any) -> Any:
+def _found(args: object) -> Iterator[AppliedGradient]:
     for arg in args if isinstance(args, list | tuple) else ():
         if isinstance(arg, AppliedGradient):
             yield arg

@@ -32,7 +32,7 @@ def check_gradients(groups: list[dict[str, Any]]) -> None:
             _check_finite(group, position, given)
 
 
-def _check_finite(group: Mapping[str, Any], position: int, given: list[tuple[int, Tensor]]) -> None:
+def _check_finite(group: Mapping[str, object], position: int, given: list[tuple[int, Tensor]]) -> None:
     grads = [grad for _, grad in given if grad.numel()]
     norms = torch._foreach_norm(grads, float("inf")) if grads else []
     if all(bool(torch.isfinite(norm)) for norm in norms):

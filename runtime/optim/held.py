@@ -35,7 +35,7 @@ def _fits(rule: Rule, name: str, param: Tensor, state: Mapping[str, Any]) -> boo
     return codes.stride() == here.stride() if is_permuted(here) else codes.is_contiguous()
 
 
-def _add(rule: Rule, name: str, param: Tensor, state: dict[str, Any], value: Tensor | None) -> None:
+def _add(rule: Rule, name: str, param: Tensor, state: dict[str, object], value: Tensor | None) -> None:
     """Create an average in the rule's form with this value; None: 0."""
     state.pop(scale_name(name), None)
     state.pop(order_name(name), None)

@@ -167,7 +167,7 @@ def _check_param(name: str, param: Tensor, position: int) -> None:
     raise ConfigError(f"{name} of group {position} is {str(param.dtype)[6:]}; {way_out}")
 
 
-def _check_formats(group: Mapping[str, Any], position: int) -> None:
+def _check_formats(group: Mapping[str, object], position: int) -> None:
     params = list(_named(group))
     if group["format"] is None and len({param.dtype for _, param in params}) > 1:
         (first, one), (second, other) = params[0], next(p for p in params if p[1].dtype != params[0][1].dtype)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fxprec import compat
 from fxprec.numerics.formats import BF16
@@ -41,14 +42,16 @@ class SummedGradient(Tensor):
 
     __torch_function__ = compat.without_torch_function
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"SummedGradient({self.held}, of {self.count} gradients)"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SummedGradient:
+    def __deepcopy__(self, memo: object) -> SummedGradient:
         return SummedGradient(self.held.clone(), self.dtype, self.count)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func.is_view and func is not torch.ops.aten.view.dtype:  # so that writing to a view writes to the sum
             held, *others = args

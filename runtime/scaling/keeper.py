@@ -73,7 +73,7 @@ class Keeper(Protocol):
     def update(self, step: int, tell: Tell) -> None:
         """Act on the noted statistics before step number ``step`` begins."""
 
-    def describe(self, row: int) -> dict[str, Any]:
+    def describe(self, row: int) -> dict[str, object]:
         """Return what `Backend.stats` shows of a cast."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from fxprec.runtime.stats import SiteStats, from_plain, to_plain
 PATIENCE = 8
 HISTORY = 1000  # refreshes remembered per cast
 
-UNSCALED: Mapping[str, Any] = {
+UNSCALED: Mapping[str, object] = {
     "scale_exponent": 0,
     "estimated_underflow": None,
     "estimated_overflow": None,
@@ -85,11 +85,11 @@ class Record:
         self.is_fresh, self.amax, self.small = False, None, 0
 
 
-def to_state(records: Mapping[int, Record]) -> dict[str, Any]:
+def to_state(records: Mapping[int, Record]) -> dict[str, object]:
     """Return the records without their histories as plain JSON data, by field."""
     rows = sorted(records)
 
-    def by_row(value: Callable[[Record], Any]) -> dict[str, Any]:
+    def by_row(value: Callable[[Record], object]) -> dict[str, object]:
         return {str(row): found for row in rows if (found := value(records[row])) is not None}
 
     measured = (stats for row in rows if (stats := records[row].measured) is not None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +44,7 @@ class StepSkipper:
         handle = register_optimizer_step_pre_hook(torch.compiler.disable(before_step, reason=_UNTRACED))
         weakref.finalize(self, handle.remove)
 
-    def saw(self, args: Sequence[Any]) -> None:
+    def saw(self, args: Sequence[object]) -> None:
         """Remember the parameters that a graph was called with."""
         self._parameters.update((a, None) for a in args if isinstance(a, torch.nn.Parameter))
 

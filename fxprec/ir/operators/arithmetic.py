@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fxprec.ir.operators.names import Row, row
 from fxprec.ir.operators.spec import FIRST, Cost, HighReason, Terms, Trait
 
@@ -15,7 +13,7 @@ _SCALED = Trait.COMBINES | Trait.HANDS_ON_DIVISOR
 _OF_TWO = Trait.WRITES_NEW_OF_TWO
 
 
-def _light(names: str, **columns: Any) -> Row:
+def _light(names: str, **columns: object) -> Row:
     return row(names, cost=Cost.LIGHT, **columns)
 
 

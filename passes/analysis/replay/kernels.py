@@ -180,7 +180,7 @@ def flops_of(node: Node) -> float:
     if node.target in (aten.convolution.default, aten.convolution_backward.default):
         return _flops_of_convolution(node)
     if node.target in ops.GEMMS | ops.GEMMS_BACKWARD:
-        first: Any = tensor_of(factors_of(node)[0])
+        first = tensor_of(factors_of(node)[0])
         val = value(node)
         # A grouped product that sums over tokens computes a matrix for each group from the group's own tokens.
         groups = dim_hint(val.shape[0]) if node.target is GroupedMm.target and val is not None and val.ndim == 3 else 1

@@ -42,7 +42,7 @@ class OtherSizes:
             return f"{chosen}; whether it holds at other sizes is not known"
         return f"{chosen}; it holds {found or 'at all sizes that the guards allow'}"
 
-    def excess(self, args: Sequence[Any]) -> str | None:
+    def excess(self, args: Sequence[object]) -> str | None:
         """Return a message if a call's sizes exceed the budget by more than all calls before, else None."""
         sizes = tuple(_size(args, *self.places[s]) for s in self._symbols)
         if sizes not in self._seen:

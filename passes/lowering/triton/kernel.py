@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -94,7 +93,7 @@ class Kernel:
         """Return the bytes that a launch reads and writes."""
         return sum(a.elements * a.dtype.itemsize for a in (*self.inputs, *self.outputs))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the data that compiling and launching needs, as JSON. ``bytes`` is a string if sizes are dynamic."""
         moved = self.bytes_moved
         return {

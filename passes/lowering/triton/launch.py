@@ -54,7 +54,7 @@ def insert_launch(
     return call
 
 
-def _distinct_values(keywords: dict[str, Any]) -> Any:
+def _distinct_values(keywords: dict[str, Any]) -> dict[str, Any]:
     """Return ``keywords`` with the value of each node, an object of its own.
 
     Inductor traces the launch with these values. Two nodes with one value would become one argument, so a kernel would

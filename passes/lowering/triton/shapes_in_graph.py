@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 from fxprec.passes.lowering.triton.kernel import Unprintable
 from fxprec.passes.lowering.triton.sizes import Size, shape_of, size_of, strides_of
@@ -63,7 +64,7 @@ class SizeNodes:
         more = self._call(operator.add, (found, per_program - 1), _value(found) + (per_program - 1))
         return self._call(operator.floordiv, (more, per_program), _value(more) // per_program)
 
-    def _call(self, target: Callable[..., Any], args: tuple[Any, ...], val: object) -> Node:
+    def _call(self, target: Callable[..., object], args: tuple[Argument, ...], val: object) -> Node:
         node = self.graph.call_function(target, args)
         node.meta["val"] = val
         return node

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import sympy
 import torch
 
-Size: TypeAlias = Any  # int or sympy.Expr
+Size: TypeAlias = int | sympy.Expr
 
 
-def size_of(value: object) -> Size:
+def size_of(value: int | torch.SymInt) -> Size:
     """Return an int, or the expression of a SymInt."""
     if isinstance(value, torch.SymInt):
         expr = value.node.expr
