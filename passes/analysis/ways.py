@@ -20,6 +20,7 @@ from fxprec.passes.analysis.saved_bytes import stored_bytes
 from fxprec.plan.rows import Site
 
 if TYPE_CHECKING:
+    from fxprec.passes.base import Work
     from fxprec.passes.forms.candidate import Candidate
     from fxprec.passes.forms.stage import Stage
 
@@ -81,6 +82,11 @@ class Form(ABC):
     @abstractmethod
     def offers(cls, value: Candidate) -> Iterator[Self]:
         """Yield the forms of this class in which a value may be kept."""
+
+    @classmethod
+    def is_used_at_any_cost(cls, work: Work) -> bool:
+        """Return whether a value that may have such a form has it, whatever it costs."""
+        return False
 
     @property
     @abstractmethod

@@ -178,11 +178,12 @@ def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
             low=copies.low.get(node),
             site=None if row is None else work.book.sites[row],
             is_read_as_it_is=node in needs.read_as_it_is,
-            forced=needs.forced.get(node),
+            has_form=node in needs.forced,
         )
         needs.forms[node] = _forms_of(value)
-        if value.forced is not None:
-            needs.forced[node] = value.forced
+        for form in needs.forms[node]:
+            if form.is_used_at_any_cost(work):
+                needs.forced[node] = form
         if value.refused:
             needs.refused[node] = value.refused
 

@@ -38,7 +38,7 @@ class Bits(Form):
     @classmethod
     def offers(cls, value: Candidate) -> Iterator[Self]:
         is_drawn = any(map(draws, value.node.all_input_nodes))
-        if not value.is_returned and value.forced is None and cls.can_hold(value.val, is_drawn=is_drawn):
+        if not value.is_returned and not value.has_form and cls.can_hold(value.val, is_drawn=is_drawn):
             yield cls()
 
     @staticmethod

@@ -42,7 +42,7 @@ class Blocks(Encoded):
 
     @classmethod
     def offers(cls, value: Candidate) -> Iterator[Self]:
-        """Yield the formats that all readers tolerate. Without a peak budget the first is used whatever it costs."""
+        """Yield the formats that all readers tolerate."""
         if len(value.casts) != 1 or value.is_read_as_it_is:
             return
         assert value.site is not None, "what has a cast has a site"
@@ -52,9 +52,11 @@ class Blocks(Encoded):
         found = [cls(fmt, value.low or work.settings.recipe.hi) for fmt, reason in reasons.items() if reason is None]
         if not found:
             value.refused |= {fmt.name: why for fmt, why in reasons.items() if why}
-        elif not work.fits_peak:
-            (value.forced,) = found
         yield from found
+
+    @classmethod
+    def is_used_at_any_cost(cls, work: Work) -> bool:
+        return not work.fits_peak
 
     @property
     def way(self) -> str:

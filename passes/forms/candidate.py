@@ -11,7 +11,6 @@ from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.block_copies import Refusals
 from fxprec.passes.analysis.joint import tensor_of
 from fxprec.passes.analysis.replay.step import Step
-from fxprec.passes.analysis.ways import Form
 from fxprec.passes.base import Work
 from fxprec.plan import Site
 
@@ -31,8 +30,8 @@ class Candidate:
     site: Site | None
     is_read_as_it_is: bool
     """Whether backward reads the value itself."""
-    forced: Form | None
-    """The form that the value must have, set by a form that is used whatever it costs."""
+    has_form: bool
+    """Whether the value must have a form already, which no offer changes."""
     refused: dict[str, str] = field(default_factory=dict, init=False)
     """Why the value may be in none of the forms that were asked for, by their names."""
 
