@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Apply(nn.Module):
@@ -19,6 +20,37 @@ class Apply(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         return self.function(*inputs)
+
+
+class Parts(nn.Module):
+    """Named layers, parameters and buffers, and the function that calls them: `Parts(lambda m, x: m.up(x), up=...)`."""
+
+    def __init__(self, call: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.call = call
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Any, *others: Any) -> Any:
+        return self.call(self, x, *others)
+
+
+class Residual(nn.Sequential):
+    """The sum of the input and of what the layers make of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class Checkpointed(nn.Module):
+    """Layers that backward computes again."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.layers, x, use_reentrant=False)
 
 
 class TanhLayer(nn.Module):

@@ -29,22 +29,15 @@ def test_it_trains_as_float32_does(name: str) -> None:
     assert row.promoted > 0
 
 
-class Dropped(nn.Module):
+def dropped() -> nn.Module:
     """(4, 8, 32) to the same: attention and a layer, each with dropout, whose probabilities are 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True)
-        self.last = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.layer(x))
+    return nn.Sequential(nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True), nn.Linear(32, 32))
 
 
 @pytest.mark.parametrize("side", list(mixed.SIDES))
 def test_under_autocast_with_dropout_it_trains_as_autocast_does(side: str) -> None:
-    assert mixed.turn_dropout_on(Dropped()) == 4, "of attention, and three modules"
-    rows = mixed.measure("dropped", Own("none", Dropped, lambda: (torch.randn(4, 8, 32),)), [side])
+    assert mixed.turn_dropout_on(dropped()) == 4, "of attention, and three modules"
+    rows = mixed.measure("dropped", Own("none", dropped, lambda: (torch.randn(4, 8, 32),)), [side])
     assert [(row.side, row.error) for row in rows] == [("autocast", None), (side, None)][side == "near" :]
 
 

@@ -104,15 +104,6 @@ def test_what_bounds_a_size_is_what_a_budget_counts() -> None:
         trained(Body(repeated), eager_backend("fp8", peak_budget="100%", strict=True), [number], x)
 
 
-class Padded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.relu(self.first(x)))
-
-
 def test_linear_layers_of_jagged_tensors_save_8_bits() -> None:
     """A jagged tensor's linear layer is one operator for autograd: the transposed weight and the product share a number.
 
@@ -120,7 +111,7 @@ def test_linear_layers_of_jagged_tensors_save_8_bits() -> None:
     """
     torch.compiler.reset()
     torch.manual_seed(0)
-    model, backend = Padded(), eager_backend("fp8")
+    model, backend = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)), eager_backend("fp8")
     x = torch.nested.nested_tensor([torch.randn(n, 16) for n in (40, 90, 60)], layout=torch.jagged)
     found = []
     for net in (torch.compile(model, backend=backend), model):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Residual
 from torch import Tensor, nn
 
 import fxprec
@@ -79,22 +80,10 @@ def test_a_product_does_not_wait_for_what_it_is_added_to(peaks: list[tuple[int, 
     assert held <= planned
 
 
-class Twice(nn.Module):
-    """A tanh that two operators read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
-        self.body = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).tanh()
-        return self.last(x + self.body(x))
-
-
 def test_a_tanh_that_two_loops_read_is_in_memory(peaks: list[tuple[int, int]]) -> None:
     """The prediction left out a recomputed tanh, which Inductor computes once."""
-    model = Twice()
+    layers = (nn.LayerNorm(32), nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 32))
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), Residual(*layers), nn.Linear(32, 32))
     enough = named(model, X, recipe="fp32")
     peaks.clear()
     step(model, X, enough, recipe="fp32")

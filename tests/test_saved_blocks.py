@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import recorded_works
+from models import Residual
 from torch import Tensor, nn
 
 import fxprec
@@ -137,20 +138,9 @@ def test_the_seed_is_drawn_before_all_that_it_rounds():
     assert [site.saved_as for site in backend.plans[0].sites if site.saved_as] == ["int4", "int4"]
 
 
-class Skip(nn.Module):
-    """A ReLU that only its own backward reads, and one that a linear layer reads too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = torch.relu(self.a(x.flatten(0, 1)))
-        return self.c(torch.relu(self.b(first)) + first)
-
-
 def test_a_relus_sign_is_a_bit_of_its_own_and_exact():
-    model = Skip()
+    layers = (nn.Linear(32, 64), nn.ReLU(), Residual(nn.Linear(64, 64), nn.ReLU()), nn.Linear(64, 8))
+    model = nn.Sequential(nn.Flatten(0, 1), *layers)
     (plain, exact, _), (backend, found, _) = step("fp8", model), step("fp8+int4", model)
     sites = by_name(backend.plans[0])
     assert {sites[n].saved_as for n in ("relu", "add")} == {"int4"}

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from backend_helpers import Cnn, mlp
 from interpreted import interpreted
+from models import Apply, Parts
 from torch import Tensor, nn
 
 import fxprec
@@ -113,16 +114,12 @@ def test_a_transformer_block_passes_its_own_check() -> None:
 def test_a_single_row_has_kernels(storage: str) -> None:
     """Along a dimension of one element a kernel needs addresses for its whole block; such kernels did not compile."""
 
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 1)
+    def head() -> nn.Module:
+        last = Parts(lambda m, y: y * m.last(y) + m.last(y).mean(), last=nn.Linear(16, 1))
+        norm = nn.LayerNorm(16, elementwise_affine=False)
+        return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), norm, last)
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = F.layer_norm(F.relu(self.first(x)), (16,))
-            return y * self.last(y) + self.last(y).mean()
-
-    backend = assert_close_training(Head, batches(16, sizes=(1,)), storage=storage)
+    backend = assert_close_training(head, batches(16, sizes=(1,)), storage=storage)
     assert not [e for e in backend.events if e.kind == "fallback"]
 
 
@@ -137,18 +134,14 @@ def test_sources_are_readable_deterministic_and_quoted(tmp_path: Path) -> None:
     """A module's name may hold anything but a dot: it must not leave its comment."""
     name = "weird'\"\n    import os #"
 
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-            self.parts = nn.ModuleDict({name: nn.Tanh()})
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.parts[name](self.linear(x)) * 2
+    def odd() -> nn.Module:
+        parts = nn.Sequential()
+        parts.add_module(name, nn.Tanh())
+        return nn.Sequential(nn.Linear(16, 16), parts, Apply(lambda x: x * 2))
 
     texts = []
     for run in ("one", "two"):
-        train(Odd, batches(16, sizes=(4,)), "triton", storage="packed", dump=tmp_path / run)
+        train(odd, batches(16, sizes=(4,)), "triton", storage="packed", dump=tmp_path / run)
         files = sorted((tmp_path / run / "graph-0" / "kernels").iterdir())
         texts.append([(f.name, f.read_text()) for f in files])
     assert texts[0] == texts[1]

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backend_helpers import eager_backend
+from models import Apply
 from one_pass import run_pass
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -110,20 +111,10 @@ def test_concats_of_concats(recipe: str) -> None:
     assert F.cosine_similarity(found, wanted, dim=0) > 0.999
 
 
-class AtOnce(nn.Module):
-    """Both parts are there when they are joined, and both gradients are read at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(2 * WIDTH, 4, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.last(torch.cat([x.relu(), x.sigmoid()], 1))
-
-
 def test_what_waits_for_nothing_does_not(laid: list[dict[str, Any]]) -> None:
-    model = AtOnce()
+    """Both parts are there when they are joined, and both gradients are read at once."""
+    joined = Apply(lambda x: torch.cat([x.relu(), x.sigmoid()], 1))
+    model = nn.Sequential(nn.Conv2d(3, WIDTH, 3, padding=1), joined, nn.Conv2d(2 * WIDTH, 4, 3, padding=1))
     gradients(model, compiled(model))
     assert laid == [{"apart": [], "joined": [((IMAGES, 2 * WIDTH, SIDE, SIDE), torch.bfloat16)]}]
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers import assert_bits_equal, compiled, eager_backend, gradients
+from models import Apply
 from op_by_op import run_op_by_op
 from processors import plan_on
 
@@ -38,24 +39,22 @@ class Convolutions(nn.Sequential):
         super().__init__(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.LeakyReLU())
 
 
-class Gated(nn.Module):
+def gated() -> nn.Module:
     """A piece of what is stored is compared with 0, and another is multiplied."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(32, 16)
+    def gate(x: torch.Tensor) -> torch.Tensor:
+        value, gate = x.chunk(2, -1)
+        return F.leaky_relu(value) * torch.sigmoid(gate)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        value, gate = self.up(x).chunk(2, -1)
-        return self.down(F.leaky_relu(value) * torch.sigmoid(gate))
+    return nn.Sequential(nn.Linear(16, 64), Apply(gate), nn.Linear(32, 16))
 
 
 MODELS: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     "gelu": (lambda: nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), (32, 16), {}),
     "relu": (lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)), (32, 16), {}),
     "convolutions": (Convolutions, (4, 3, 8, 8), {}),
-    "gated": (Gated, (32, 16), {}),
-    "budget": (lambda: nn.Sequential(*(Gated() for _ in range(4))), (256, 16), {"peak_budget": "60%"}),
+    "gated": (gated, (32, 16), {}),
+    "budget": (lambda: nn.Sequential(*(gated() for _ in range(4))), (256, 16), {"peak_budget": "60%"}),
 }
 
 

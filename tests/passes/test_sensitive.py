@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from models import Apply
 from one_pass import run_pass
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -320,24 +321,17 @@ def test_of_two_reasons_the_more_careful_counts() -> None:
     assert sites_because(sites, "(aten.sin)") == []
 
 
-class Prod(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.gelu(self.leave(self.enter(x).relu())).prod(-1)
-
-
 def test_an_operator_that_no_table_knows_is_named_in_the_notes() -> None:
-    plan = run_pass("write-plan", Prod(), torch.randn(5, 4)).work.plan
+    prod = Apply(lambda x: x.prod(-1))
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), nn.GELU(), prod), torch.randn(5, 4)
+    plan = run_pass("write-plan", model, x).work.plan
     (note,) = plan.notes
     assert re.fullmatch(
-        r"aten\.prod \(prod, test_sensitive\.py:\d+\): its backward reads saved values in their own dtype, since no "
+        r"aten\.prod \(prod, 4, test_sensitive\.py:\d+\): its backward reads saved values in their own dtype, since no "
         r"measurement shows how rounding would affect its gradient",
         note,
     )
     assert set(sites_because(plan.sites, f"{sensitive.UNKNOWN.why} (aten.prod)")) == {"fp32"}
-    high = run_pass("write-plan", Prod(), torch.randn(5, 4), low_ratio=0.0).work.plan
+    high = run_pass("write-plan", model, x, low_ratio=0.0).work.plan
     assert high.notes == plan.notes, "nor is it in bf16"
-    assert run_pass("write-plan", Prod(), torch.randn(5, 4), storage="simulate").work.plan.notes == ()
+    assert run_pass("write-plan", model, x, storage="simulate").work.plan.notes == ()

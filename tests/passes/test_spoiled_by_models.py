@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Apply, Parts
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,16 +32,6 @@ class OwnBackward(torch.autograd.Function):
         return grad * {"sine": torch.sin(30 * x), "square": 3 * x * x, "step": torch.round(10 * x + 2)}[ctx.kind], None
 
 
-class WithOwnBackward(nn.Module):
-    def __init__(self, kind: str, *, relu: bool) -> None:
-        super().__init__()
-        self.kind, self.relu, self.enter, self.leave = kind, relu, nn.Linear(16, 32), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        return self.leave(OwnBackward.apply(x.relu() if self.relu else x, self.kind))
-
-
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize(("kind", "reader"), [("sine", "sin"), ("step", "round"), ("square", ""), ("clamped", "")])
@@ -48,7 +39,8 @@ def test_what_a_backward_of_the_models_own_computes_from_a_value_counts_as_its_r
     kind: str, reader: str, relu: bool
 ) -> None:
     torch.manual_seed(0)
-    model, x = WithOwnBackward(kind, relu=relu), torch.randn(64, 16)
+    own = Apply(lambda x: OwnBackward.apply(x.relu() if relu else x, kind))
+    model, x = nn.Sequential(nn.Linear(16, 32), own, nn.Linear(32, 8)), torch.randn(64, 16)
     ours = compiled(model, backend := eager_backend("fp8", low_ratio=1.0))
     ours(x).square().sum().backward()
     (plan,) = backend.plans
@@ -111,21 +103,12 @@ def test_a_difference_of_nearly_equal_values_has_the_error_of_16_bits(kind: str,
         assert error < errors["bf16"][name] + 0.05, name
 
 
-class Residual(nn.Module):
-    """An autoencoder whose output is its input, nearly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.mse_loss(x + 0.01 * self.layers(x), x)
-
-
 @pytest.mark.parametrize("budget", [None, "92%"])
 def test_an_input_that_the_loss_reads_too_keeps_its_own_dtype(budget: str | None) -> None:
+    """An autoencoder whose output is its input, nearly."""
     torch.manual_seed(0)
-    model, x = Residual(), torch.randn(64, 16)
+    layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    model, x = Parts(lambda m, x: F.mse_loss(x + 0.01 * m.layers(x), x), layers=layers), torch.randn(64, 16)
     model(x).backward()
     wanted = gradients(model)
     model.zero_grad()
