@@ -210,7 +210,6 @@ OTHERS: Sequence[Case] = (
 def test_one_line_says_what_is_wrong_and_the_way_out(
     function: Callable[[], object], kind: type[FxprecError], words: str
 ) -> None:
-    torch.compiler.reset()
     with pytest.raises(FxprecError) as caught:  # Dynamo hands over a type that is this one and its own
         function()
     assert isinstance(caught.value, kind)

@@ -81,8 +81,6 @@ class CompiledInside(nn.Module):
 
 @pytest.mark.parametrize("stops", [True, False])
 def test_a_region_around_layers_that_are_compiled_one_by_one(stops: bool) -> None:
-    torch.compiler.reset()
-    torch.manual_seed(0)
     model, x = CompiledInside(), torch.randn(SIDE, SIDE, requires_grad=True)
     (model(x) ** 2).sum().backward()
     wanted = [x.grad, *(p.grad for p in model.parameters())]
@@ -115,8 +113,6 @@ class Three(Two):
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_gradient_of_one_result_leaves_the_others_without(place: int) -> None:
-    torch.compiler.reset()
-    torch.manual_seed(0)
     model, x = Three(), torch.randn(SIDE, SIDE, requires_grad=True)
     wanted = [x, *model.parameters()]
     exact = torch.autograd.grad(model(x)[place].sum(), wanted)
@@ -144,8 +140,6 @@ class Chunked(Two):
 
 
 def test_a_loss_in_chunks_that_is_differentiated_inside() -> None:
-    torch.compiler.reset()
-    torch.manual_seed(0)
     model, x = Chunked(), torch.randn(SIDE, SIDE)
     loss = model(x)
     wanted = [p.grad for p in model.parameters()]

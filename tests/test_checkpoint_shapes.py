@@ -290,8 +290,6 @@ class Model(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # Dynamo does
 @pytest.mark.parametrize("made", REGIONS, ids=lambda made: made.__name__)
 def test_gradients_of_a_checkpointed_region_are_those_of_the_uncompiled_model(made: Region) -> None:
-    torch.compiler.reset()
-    torch.manual_seed(0)
     flags = {"skip_fwd_side_effects_in_bwd_under_checkpoint": True, "capture_profiler_record_function": True}
     backend = eager_backend("packed", low_ratio=1.0)
     batches = [(torch.randn(SIDE, SIDE),)] * 2

@@ -41,7 +41,6 @@ def planned(model: nn.Module, x: Tensor) -> int:
 
 
 def test_the_largest_size_that_keeps_the_budget_is_in_the_notes_and_a_larger_call_is_told() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     x = torch.randn(16, 8)
     run, backend = dynamic(model, 20_000, x, 0)
@@ -71,7 +70,6 @@ class HalvesRows(nn.Module):
 
 
 def test_sizes_of_a_chunk_are_counted_at_other_sizes() -> None:
-    torch.manual_seed(0)
     run, _ = dynamic(HalvesRows(), "90%", torch.randn(30, 16), 0)
     run(torch.randn(30, 16)).backward()
     with warnings.catch_warnings():

@@ -95,7 +95,6 @@ def test_text_names_shapes_formats_sites_modules_and_lines(dumped):
 
 
 def test_dump_option_in_training_writes_statistics_and_no_warning(tmp_path):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     backend = eager_backend(dump=tmp_path / "d", low_ratio=1.0)
     step = compiled(model, backend)

@@ -46,7 +46,6 @@ def test_the_peak_is_of_what_lives_at_once() -> None:
 
 
 def test_loss_gradients_and_bytes_of_a_side() -> None:
-    torch.manual_seed(0)
     model, batch = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)), torch.randn(512, 64)
     found = measure(Subject.of(model, batch), "fp8", {"lowering": "eager"}, 2)
     loss = model(batch).square().mean()

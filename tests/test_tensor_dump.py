@@ -62,7 +62,6 @@ def line(folder, name, step=1):
 
 def test_a_dynamic_batch_stays_dynamic(tmp_path):
     """Comparing a symbolic number of elements with the traced one fixed the batch: torch's ConstraintViolationError."""
-    torch.compiler.reset()
     config = fxprec.Config(recipe="fp8", lowering="eager", dump=tmp_path, dump_tensors=("*",), dump_every=1)
     call = torch.compile(Net(), backend=fxprec.Backend(config))
     for rows in (64, 48):

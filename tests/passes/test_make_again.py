@@ -59,7 +59,6 @@ class Gated(nn.Module):
 )
 def test_an_activation_is_made_again_from_a_piece_of_what_is_stored(activation, is_made_again: bool):
     """Saturating ones, too, whose result would be stored in 16 bits: the piece is stored for the other factor."""
-    torch.manual_seed(0)
     model, x = Gated(activation), torch.randn(32, 64)
     step = compiled(model, backend := eager_backend("fp8", low_ratio=1.0))
     step(x).square().sum().backward()
@@ -77,7 +76,6 @@ def test_an_activation_is_made_again_from_a_piece_of_what_is_stored(activation, 
 )
 def test_a_square_is_stored_and_not_made_again(function, is_made_again: bool):
     """A square has twice the relative error of what is squared: it is no affine image."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), Apply(function), nn.Linear(256, 64))
     x = torch.randn(512, 64)
     step = compiled(model, backend := eager_backend("fp8", low_ratio=1.0))

@@ -104,7 +104,6 @@ class Nested(Skips):
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8"])
 def test_concats_of_concats(recipe: str) -> None:
-    torch.manual_seed(0)
     model = Nested()
     wanted = gradients(model, model)
     found = gradients(model, compiled(model, recipe=recipe))
@@ -121,7 +120,6 @@ def test_what_waits_for_nothing_does_not(laid: list[dict[str, Any]]) -> None:
 
 @pytest.mark.cpu_dependent
 def test_bits_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     model = Skips()
     found = gradients(model, compiled(model, recipe="bf16"))
     monkeypatch.setattr(shorten_lives, "give_own_buffers", lambda work: None)
@@ -132,7 +130,6 @@ def test_bits_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.cpu_dependent
 @pytest.mark.inductor
 def test_the_allocator_sees_a_part_wait_and_not_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     model = Skips()
     images = 16  # together larger than what a convolution without bf16 instructions converts at once
     with_parts = peak_of(model, images)
@@ -202,7 +199,6 @@ def test_sums_of_gradients_that_wait_lie_in_16_bits(recipe: str, monkeypatch: py
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo's own
 def test_a_sum_of_gradients_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     model, rounding = Residual(), Residual(rounds=True)
     rounding.load_state_dict(model.state_dict())
     found = gradients(model, compiled(model, recipe="bf16"))
@@ -277,7 +273,6 @@ def test_a_gradient_larger_than_what_it_is_made_of_comes_late(monkeypatch: pytes
 
 @pytest.mark.inductor
 def test_a_parameter_that_lends_its_shape_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3, padding=1))
     lent = gradients(model, compiled(model, Backend(Config(recipe="bf16", peak_budget="100%"))))
     monkeypatch.setattr(two_gradients, "_shape_of", lambda weight, gradient: weight)

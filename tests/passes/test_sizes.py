@@ -218,7 +218,6 @@ def warm() -> nn.Module:
 @pytest.mark.parametrize("recipe", ["bf16", "fp8"])
 def test_an_int_that_changes_is_no_size(recipe: str, options: dict[str, object]) -> None:
     """torch gives the int of forward no bounds, neither above nor below."""
-    torch._dynamo.reset()
     model, backend = warm(), eager_backend(recipe, **options)
     step = torch.compile(model, backend=backend)
     for i in (1, 2, 5, -3):
@@ -246,7 +245,6 @@ def test_a_slice_up_to_an_int_has_a_size_without_bounds() -> None:
 
 def test_a_jagged_dimension_is_no_size() -> None:
     """It stands for a tensor of lengths, and torch knows no range of it."""
-    torch.compiler.reset()
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged)
     found = torch.compile(model, backend="fxprec", options={"recipe": "fp8", "lowering": "eager"})(x)

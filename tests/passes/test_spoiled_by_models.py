@@ -38,7 +38,6 @@ class OwnBackward(torch.autograd.Function):
 def test_what_a_backward_of_the_models_own_computes_from_a_value_counts_as_its_reader(
     kind: str, reader: str, relu: bool
 ) -> None:
-    torch.manual_seed(0)
     own = Apply(lambda x: OwnBackward.apply(x.relu() if relu else x, kind))
     model, x = nn.Sequential(nn.Linear(16, 32), own, nn.Linear(32, 8)), torch.randn(64, 16)
     ours = compiled(model, backend := eager_backend("fp8", low_ratio=1.0))
@@ -86,7 +85,6 @@ class Nearby(nn.Module):
 @pytest.mark.parametrize("budget", [None, "92%"])
 @pytest.mark.parametrize("kind", [*LOSSES, "flip"])
 def test_a_difference_of_nearly_equal_values_has_the_error_of_16_bits(kind: str, budget: str | None) -> None:
-    torch.manual_seed(0)
     model, x = Nearby(kind), torch.randn(64, 16)
     model(x).backward()
     wanted = gradients(model)
@@ -106,7 +104,6 @@ def test_a_difference_of_nearly_equal_values_has_the_error_of_16_bits(kind: str,
 @pytest.mark.parametrize("budget", [None, "92%"])
 def test_an_input_that_the_loss_reads_too_keeps_its_own_dtype(budget: str | None) -> None:
     """An autoencoder whose output is its input, nearly."""
-    torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
     model, x = Parts(lambda m, x: F.mse_loss(x + 0.01 * m.layers(x), x), layers=layers), torch.randn(64, 16)
     model(x).backward()
@@ -152,7 +149,6 @@ class Deltas(nn.Module):
 
 @pytest.mark.parametrize("budget", [None, "95%"])
 def test_differences_of_parts_of_one_value_are_not_computed_from_its_8_bit_copy(budget: str | None) -> None:
-    torch.manual_seed(0)
     model = Deltas()
     x = torch.randn(8, 1, 16) + 0.02 * torch.randn(8, 16, 16).cumsum(1)
     model(x).backward()

@@ -78,7 +78,6 @@ def bias(exact: Tensor, found: Tensor) -> float:
 def test_gradients_of_norms_attention_and_convolutions_keep_their_mean(
     model: Callable[[], nn.Module], shape: tuple[int, ...], stored: dict[str, str]
 ) -> None:
-    torch.manual_seed(0)
     saved, exact, found = draws(model(), "fp8+int4/32:bf16", torch.randn(shape), DRAWS)
     assert stored.items() <= saved.items()
     assert 0.005 < (found - exact).norm(dim=1).mean() / exact.norm() < 0.12, "a draw is noisy"
@@ -88,7 +87,6 @@ def test_gradients_of_norms_attention_and_convolutions_keep_their_mean(
 
 def test_where_it_says_no_gradients_are_biased(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward reads the GELU's input through a formula that is not linear."""
-    torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(32, 16)
     saved, _, _ = draws(model, "fp8+int2/32:bf16", x, 1)
     assert "addmm" not in saved
@@ -107,7 +105,6 @@ def test_a_norm_bears_few_bits_over_rows_that_are_long_enough(monkeypatch: pytes
 
 
 def test_factors_of_a_product_bear_it() -> None:
-    torch.manual_seed(0)
     layers = {"first": nn.Linear(16, 64), "other": nn.Linear(16, 64), "last": nn.Linear(64, 8)}
     model = Parts(lambda m, x: m.last(m.first(x) * m.other(x)), **layers)
     saved, exact, found = draws(model, "fp8+int4/32:bf16", torch.randn(64, 16), 200)
