@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as checkpoint
 from backend_helpers import Loud, eager_backend
 from models import Residual
+from steps import losses_of
 from torch import Tensor, nn
 
 import fxprec
@@ -33,15 +34,12 @@ class Training:
 
     def run(self, start: int, stop: int) -> list[Tensor]:
         """Return the losses and, last, every parameter."""
-        losses = []
-        for step in range(start, stop):
+
+        def batch(step: int) -> Tensor:
             loud = 5 if step == BEFORE - 1 else 1 + step % 3  # the scales have to remember the last batch saved
-            x = torch.randn(32, 16, generator=torch.Generator().manual_seed(step)) * loud
-            loss = self.compiled(x).square().mean()
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.detach())
+            return torch.randn(32, 16, generator=torch.Generator().manual_seed(step)) * loud
+
+        losses = losses_of(self.compiled, self.optimizer, map(batch, range(start, stop)))
         return [*losses, *(p.detach().clone() for p in self.model.parameters())]
 
     def save(self) -> str:

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 import torch
+from command_line import exit_code
 from torch import nn
 
 import fxprec
-from fxprec.cli import main
 from fxprec.diagnosis.rounding import rounded
 from fxprec.driver.record import WatchedHalf
 from fxprec.errors import ConfigError, FxprecWarning
@@ -162,9 +162,7 @@ def test_beyond_the_limit_there_are_hashes_alone(tmp_path):
 
 def test_the_report_draws_elements_by_exponent(tmp_path):
     train(tmp_path, ("first:output",))
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(tmp_path)])
-    assert not ended.value.code
+    assert exit_code("report", tmp_path) == 0
     page = (tmp_path / "graph-0" / "report.html").read_text()
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])
     assert {d["tensor"]: len(d["series"]) for d in data["dumped"]} == {"addmm": 2, "relu": 2, "mul": 2} or data[

@@ -31,6 +31,12 @@ def compiled_gradients(model: nn.Module, x: torch.Tensor, loss, options) -> list
     return [p.grad for p in model.parameters()]
 
 
+def damage(model: nn.Module, x: torch.Tensor, loss, compiled: list[torch.Tensor]) -> float:
+    exact = torch.autograd.grad(loss(model(x)), list(model.parameters()))
+    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters()]
+    return Gradients.of(exact, owners).damage(compiled)
+
+
 @pytest.fixture(scope="module")
 def plain():
     return NETWORKS["plain"].make()
@@ -85,10 +91,9 @@ def test_the_recommendation_can_be_pasted_and_holds_what_it_promises():
     planned, recommended = found.whole
     assert planned.measured > 0.1
     assert recommended.measured < 0.05
-    compiled = compiled_gradients(model, x, loss, found.recommended)
-    exact = torch.autograd.grad(loss(model(x)), list(model.parameters()))
-    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters()]
-    assert Gradients.of(exact, owners).damage(compiled) == pytest.approx(recommended.measured, rel=0.1)
+    assert damage(model, x, loss, compiled_gradients(model, x, loss, found.recommended)) == pytest.approx(
+        recommended.measured, rel=0.1
+    )
 
 
 def test_a_scale_for_each_block_is_recommended_where_it_is_enough_and_saves_more():
@@ -101,10 +106,9 @@ def test_a_scale_for_each_block_is_recommended_where_it_is_enough_and_saves_more
     assert found.ranking[0].module == "second.inner.0"
     assert found.recommended == {"recipe": "fp8+int8"}
     assert "with a scale for each block" in found.advice.reason
-    compiled = compiled_gradients(model, x, loss, found.recommended)
-    exact = torch.autograd.grad(loss(model(x)), list(model.parameters()))
-    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters()]
-    assert Gradients.of(exact, owners).damage(compiled) == pytest.approx(found.whole[1].measured, rel=0.1)
+    assert damage(model, x, loss, compiled_gradients(model, x, loss, found.recommended)) == pytest.approx(
+        found.whole[1].measured, rel=0.1
+    )
 
 
 def test_where_hardly_anything_could_be_low_the_advice_is_to_stay_in_bf16(plain):
@@ -138,9 +142,7 @@ def test_the_outermost_module_itself_can_be_held_high(plain):
     assert found.recommended == {"recipe": "fp8", "storage": "packed", "keep_high": (".",)}
     assert found.advice.predicted < 0.05
     compiled = compiled_gradients(Subject.of(model, x, loss).fresh(), x, loss, found.recommended)
-    exact = torch.autograd.grad(loss(model(x)), list(model.parameters()))
-    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters()]
-    assert Gradients.of(exact, owners).damage(compiled) < 0.05
+    assert damage(model, x, loss, compiled) < 0.05
 
 
 def test_gradients_with_scales_and_reads_of_all_are_examined_too():

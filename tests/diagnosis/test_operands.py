@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Apply
 from torch import nn
 
 import fxprec
@@ -20,11 +21,9 @@ from fxprec.errors import ConfigError
 PLANTED = "3"
 
 
-class Outliers(nn.Module):
-    """Makes every 16th feature 200 times as large, and its weights in the next layer as much smaller."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.where(torch.arange(x.shape[-1]) % 16 == 0, 200.0, 1.0)
+def outliers(x: torch.Tensor) -> torch.Tensor:
+    """Make every 16th feature 200 times as large, and its weights in the next layer as much smaller."""
+    return x * torch.where(torch.arange(x.shape[-1]) % 16 == 0, 200.0, 1.0)
 
 
 def network() -> tuple[nn.Module, torch.Tensor]:
@@ -33,7 +32,7 @@ def network() -> tuple[nn.Module, torch.Tensor]:
     layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
     with torch.no_grad():
         layers[2].weight[:, ::16] /= 200
-    model = nn.Sequential(*layers[:2], Outliers(), *layers[2:])
+    model = nn.Sequential(*layers[:2], Apply(outliers), *layers[2:])
     return model, torch.randn(128, 64)
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from backend_helpers import Cnn, mlp
 from interpreted import interpreted
 from models import Apply, Parts
+from steps import losses_of
 from torch import Tensor, nn
 
 import fxprec
@@ -53,13 +54,7 @@ def train(make, batches: list[Tensor], lowering: str, **options) -> tuple[list[T
     model, backend = make(), Backend(Config(**{"recipe": "hfp8", "lowering": lowering, **options}))
     compiled = torch.compile(model, backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    losses = []
-    for x in batches:
-        optimizer.zero_grad()
-        loss = compiled(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+    losses = losses_of(compiled, optimizer, batches)
     return [*losses, *(p.detach() for p in model.parameters()), *model.buffers()], backend
 
 
@@ -205,24 +200,11 @@ def test_a_kernel_that_does_not_compile_is_left_out(monkeypatch: pytest.MonkeyPa
     def why(source: str, name: str, *args: object) -> str | None:
         return "it does not compile: out of registers" if "relu" in name else None
 
-    from generated.kernel_helpers import FORMAT, scale_table, stored, traced
+    from generated.kernel_helpers import lower_half, two_casts
 
-    from fxprec.passes.lowering.lower import lower
-    from fxprec.passes.lowering.lowered import Lowered
-    from fxprec.passes.lowering.rows import WatchedRows
-
-    def f(x, w, table):
-        return stored(stored(torch.relu(x), table)[1] @ w, table, 1)
-
-    gm = traced(f, torch.randn(4, 8), torch.randn(8, 8), scale_table([FORMAT] * 2))
     monkeypatch.setattr(ahead, "why_not_generated", why)
     lowering = Lowering(Config(lowering="triton", recipe="hfp8"), torch.device("cpu"), told.append)
-
-    def lower_half(gm: torch.fx.GraphModule, name: str, without: frozenset[str]) -> Lowered:
-        rows = WatchedRows(watched=frozenset({0, 1}))
-        return lower(gm, name, "cpu", rows, calls=compat.TritonCalls(), without=without)
-
-    half = lowering.compile(gm, lower_half, build)
+    half = lowering.compile(two_casts(), lower_half, build)
     assert [len(calls) for calls in builds] == [2, 1]
     assert [n.detail.split(";")[0] for n in told] == ["it does not compile: out of registers"]
     assert half.lowered.rows == (1, 0), "statistics of the site left out come from elsewhere"

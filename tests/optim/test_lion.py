@@ -91,20 +91,6 @@ def test_averages_in_few_bits_move_nearly_all_weights_alike() -> None:
     assert off[2] < 0.5
 
 
-def test_bytes_of_each_form() -> None:
-    def held(states: Any) -> float:
-        p = nn.Parameter(torch.zeros(64, 1000))
-        opt = fxprec.optim.Lion([p], states=states)
-        p.grad = torch.ones_like(p)
-        opt.step()
-        assert sorted(opt.state_dict()["state"][0]) == ["exp_avg", "step"]
-        found = sum(t.nbytes for t in opt.state[p].values() if isinstance(t, Tensor) and t.dim())
-        assert found == opt.state_bytes()
-        return found / p.numel()
-
-    assert [held(form) for form in (None, "float32", "bf16", "8bit", "4bit")] == [4, 4, 2, 1 + 1 / 64, 0.5 + 1 / 64]
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_reaches_the_weight(bad: float) -> None:
     """A sign of NaN that is 0 would hide it."""

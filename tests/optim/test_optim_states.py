@@ -168,17 +168,20 @@ def test_the_kernel_and_the_reference_train_alike(name: str, options: dict[str, 
         assert all(torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key])) for key in a)
 
 
-def test_bytes_of_each_form() -> None:
+@pytest.mark.parametrize(("name", "averages"), [("AdamW", [MEAN, SQUARE]), ("Lion", [MEAN])])
+def test_bytes_of_each_form(name: str, averages: list[str]) -> None:
     def held(states: Any) -> float:
         p = nn.Parameter(torch.zeros(64, 1000))
-        opt = fxprec.optim.AdamW([p], states=states)
+        opt = getattr(fxprec.optim, name)([p], states=states)
         p.grad = torch.ones_like(p)
         opt.step()
-        return sum(t.nbytes for t in opt.state[p].values() if isinstance(t, Tensor) and t.dim()) / p.numel()
+        assert sorted(opt.state_dict()["state"][0]) == [*averages, "step"]
+        found = sum(t.nbytes for t in opt.state[p].values() if isinstance(t, Tensor) and t.dim())
+        assert found == opt.state_bytes()
+        return found / p.numel() / len(averages)
 
-    assert [held(form) for form in (None, "float32", "bf16", "8bit", "4bit")] == [
-        8, 8, 4, 2 + 2 / states.BLOCK, 1 + 2 / states.BLOCK,
-    ]  # fmt: skip
+    shared = 1 / states.BLOCK
+    assert [held(form) for form in (None, "float32", "bf16", "8bit", "4bit")] == [4, 4, 2, 1 + shared, 0.5 + shared]
 
 
 @pytest.mark.parametrize("held", ["float32", "bf16", "8bit", "4bit"])

@@ -27,13 +27,8 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.qkv, self.out = (
-            nn.Linear(16, 64),
-            nn.LayerNorm(64),
-            nn.Linear(64, 96),
-            nn.Linear(32, 64),
-        )
-        self.last = nn.Linear(64, 8)
+        self.first, self.norm, self.qkv = nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 96)
+        self.out, self.last = nn.Linear(32, 64), nn.Linear(64, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
