@@ -53,6 +53,20 @@ class Checkpointed(nn.Module):
         return checkpoint(self.layers, x, use_reentrant=False)
 
 
+class SelfAttention(nn.Module):
+    """(batch, tokens, width) to (batch, tokens, out): one layer makes queries, keys and values of all heads."""
+
+    def __init__(self, width: int, inner: int, out: int, *, heads: int = 2, causal: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * inner), nn.Linear(inner, out)
+        self.heads, self.causal = heads, causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
 class TanhLayer(nn.Module):
     """(batch, 8) to (batch, 8)."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import recorded_works
-from models import Residual
+from models import Residual, SelfAttention
 from torch import Tensor, nn
 
 import fxprec
@@ -188,21 +188,8 @@ def test_inf_spoils_its_block_and_shows(tmp_path):
     assert backend.plans[0].promoted == ()
 
 
-class Attention(nn.Module):
-    """Queries, keys and values that one layer makes, and that attention's backward alone reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
 def test_what_attention_reads_is_in_small_blocks_and_not_in_the_16_bits_of_its_gemm():
-    model = Attention()
+    model = SelfAttention(32, 32, 8, causal=True)
     (plain, exact, _), (backend, found, _) = step("fp8", model), step("fp8+int4", model)
     (site,) = [s for s in backend.plans[0].sites if s.tensor == "addmm" and s.kind == "output"]
     assert (site.format, site.saved_as) == ("bf16", ATTENDED.name)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from models import Parts
+from models import Parts, Residual, SelfAttention
 from torch import Tensor, nn
 
 from fxprec import Backend, Config
@@ -22,19 +21,10 @@ def convolutions() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
 
 
-class Attention(nn.Module):
+def attention() -> nn.Module:
     """Norms, attention and a residual sum: 2 heads of 16 over 16 positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.qkv = nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 96)
-        self.out, self.last = nn.Linear(32, 64), nn.Linear(64, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        q, k, v = (part.view(4, 16, 2, 16).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.last(x + self.out(mixed.transpose(1, 2).reshape(4, 16, 32)))
+    mixed = Residual(nn.LayerNorm(64), SelfAttention(64, 32, 64, causal=True))
+    return nn.Sequential(nn.Linear(16, 64), mixed, nn.Linear(64, 8))
 
 
 def draws(model: nn.Module, recipe: str, x: Tensor, count: int) -> tuple[dict[str, str], Tensor, Tensor]:
@@ -66,7 +56,7 @@ def bias(exact: Tensor, found: Tensor) -> float:
 @pytest.mark.parametrize(
     ("model", "shape", "stored"),
     [
-        (Attention, (4, 16, 16), {"addmm": "int4/32:bf16", "getitem_5": "int4/32:bf16", "addmm_1": "int8/32:bf16"}),
+        (attention, (4, 16, 16), {"addmm": "int4/32:bf16", "getitem_5": "int4/32:bf16", "addmm_1": "int8/32:bf16"}),
         (convolutions, (4, 3, 16, 16), {"convolution": "int4/32:bf16", "relu": "int4/32:bf16"}),
     ],
 )
