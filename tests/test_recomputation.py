@@ -88,23 +88,16 @@ def test_a_memory_budget_draws_no_mask_anew(budget: float) -> None:
         assert relative_error(a, b) < FINE_TOLERANCE
 
 
-class Random(nn.Module):
-    """Two layers with something random between them."""
+def attention_with_dropout(h: Tensor) -> Tensor:
+    q = h.view(4, -1, 4, 16).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, dropout_p=0.25).transpose(1, 2).reshape(h.shape)
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.a, self.b, self.kind = nn.Linear(16, 64), nn.Linear(64, 4), kind
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x)
-        if self.kind == "attention":
-            q = h.view(4, -1, 4, 16).transpose(1, 2)
-            h = F.scaled_dot_product_attention(q, q, q, dropout_p=0.25).transpose(1, 2).reshape(h.shape)
-        elif self.kind == "noise":
-            h = h * (1 + torch.randn_like(h))
-        else:
-            h = F.dropout(h, 0.25)
-        return self.b(h)
+RANDOM = {
+    "dropout": nn.Dropout(0.25),
+    "attention": Apply(attention_with_dropout),
+    "noise": Apply(lambda h: h * (1 + torch.randn_like(h))),
+}
 
 
 def gradients(model: nn.Module, call: Any, x: Tensor) -> list[Tensor]:
@@ -117,7 +110,7 @@ def gradients(model: nn.Module, call: Any, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize(("kind", "reentrant"), [("dropout", False), ("attention", True), ("noise", False)])
 def test_a_seed_gives_the_gradients_that_it_gives_uncompiled(kind: str, reentrant: bool) -> None:
     """In the calibration step of ``policy="exact"``, in the next one, and so under the lowering ``eager``."""
-    model, x = Random(kind), torch.randn(64, 16, requires_grad=True)
+    model, x = nn.Sequential(nn.Linear(16, 64), RANDOM[kind], nn.Linear(64, 4)), torch.randn(64, 16, requires_grad=True)
     reference = copy.deepcopy(model)
     compiled = torch.compile(
         lambda v: checkpoint(model, v, use_reentrant=reentrant),

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from command_line import exit_code
+from models import Parts
 from torch import nn
 
 import fxprec
@@ -19,20 +20,16 @@ from fxprec.report import safetensors
 from fxprec.report.tensors import UNDERFLOWS, Dumped, Origin, facts, read_tensors
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.dropout(torch.relu(self.first(x)), 0.25, True))
+def net() -> nn.Module:
+    layers = {"first": nn.Linear(16, 32), "last": nn.Linear(32, 4)}
+    return Parts(lambda m, x: m.last(torch.dropout(torch.relu(m.first(x)), 0.25, True)), **layers)
 
 
 def train(folder, patterns, *, steps=3, lowering="eager", recipe="fp8", **options):
     """Train, and return the weights and gradients of every step with the backend."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    model, seen = Net(), []
+    model, seen = net(), []
     config = fxprec.Config(
         recipe=recipe,
         lowering=lowering,
@@ -63,7 +60,7 @@ def line(folder, name, step=1):
 def test_a_dynamic_batch_stays_dynamic(tmp_path):
     """Comparing a symbolic number of elements with the traced one fixed the batch: torch's ConstraintViolationError."""
     config = fxprec.Config(recipe="fp8", lowering="eager", dump=tmp_path, dump_tensors=("*",), dump_every=1)
-    call = torch.compile(Net(), backend=fxprec.Backend(config))
+    call = torch.compile(net(), backend=fxprec.Backend(config))
     for rows in (64, 48):
         x = torch.randn(rows, 16)
         torch._dynamo.mark_dynamic(x, 0)

@@ -12,6 +12,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from backend_helpers import eager_backend
+from models import Parts
 from processors import plan_on
 
 import fxprec.driver.half_compilation
@@ -246,17 +247,6 @@ def test_a_float32_mask_is_not_rounded(graphs, recipe: str) -> None:
     assert attention.kwargs["attn_mask"].meta["val"].dtype == torch.float32
 
 
-class _Points(nn.Module):
-    """Near points, by a method that `torch.autocast` runs in float32."""
-
-    def __init__(self, method) -> None:
-        super().__init__()
-        self.method, self.first = method, nn.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return self.method(self.first(x), self.first(y)).log1p().sum()
-
-
 def _inverse(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.linalg.inv(torch.diag_embed(1 + x.sum(1).square())) * y.sum()
 
@@ -265,7 +255,7 @@ def _inverse(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def test_a_method_that_autocast_runs_in_float32_is_no_worse_than_there(graphs, method, products: int) -> None:
     """Distances of near points are differences of squares: rounded to 16 bits, nothing of their gradients was right."""
     torch.manual_seed(0)
-    model = _Points(method)
+    model = Parts(lambda m, x, y: method(m.first(x), m.first(y)).log1p().sum(), first=nn.Linear(32, 32))
     x = torch.randn(64, 32)
     y = x + 0.02 * torch.randn(64, 32)
 

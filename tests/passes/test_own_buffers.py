@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backend_helpers import eager_backend
-from models import Apply
+from models import Apply, Parts
 from one_pass import run_pass
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -222,16 +222,12 @@ def test_a_sum_waits_and_not_its_addends(monkeypatch: pytest.MonkeyPatch) -> Non
     assert narrow <= most_of_backward() - 2 * IMAGES * WIDTH * SIDE * SIDE
 
 
-class Fanned(nn.Module):
+def fanned() -> nn.Module:
     """A layer whose result 40 products read: its gradient is a chain of 39 sums, each waiting for a product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.weights = nn.Linear(8, 8), nn.Parameter(torch.ones(40, 8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return sum((torch.sin(x @ weight) for weight in self.weights.unbind()), x)
+    products = Parts(
+        lambda m, x: sum((torch.sin(x @ w) for w in m.w.unbind()), x), w=nn.Parameter(torch.ones(40, 8, 8))
+    )
+    return nn.Sequential(nn.Linear(8, 8), products)
 
 
 def test_a_long_chain_of_sums_needs_no_deep_stack(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +242,7 @@ def test_a_long_chain_of_sums_needs_no_deep_stack(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(shorten_lives, "narrow_sums", watch)
     options = {"recipe": "bf16", "low_ratio": None, "peak_budget": "100%"}
-    found = run_pass("shorten-lives", Fanned(), torch.randn(16, 8), **options)
+    found = run_pass("shorten-lives", fanned(), torch.randn(16, 8), **options)
     _, sums = found.halves(torch.ops.aten.add.Tensor)
     assert sums >= 39
 

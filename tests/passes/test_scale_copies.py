@@ -18,7 +18,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers import assert_bits_equal, compiled, eager_backend, gradients
-from models import Apply
+from models import Apply, Parts
 from op_by_op import run_op_by_op
 from processors import plan_on
 
@@ -196,16 +196,7 @@ def test_a_few_outliers_are_clipped_in_no_later_step(largest: float, ends: str, 
     with torch.no_grad():
         a.weight[0] *= (largest ** (1 / power)) / float(F.relu(a(x))[:, 0].max())
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = a, b
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = F.relu(self.a(x))
-            return self.b(x if power == 1 else x**power)
-
-    model = Net()
+    model = Parts(lambda m, x: m.b(F.relu(m.a(x)) if power == 1 else F.relu(m.a(x)) ** power), a=a, b=b)
     x[0] *= 1.01  # the largest is not exactly a number of the format
     ours = compiled(model, backend := eager_backend("fp8", low_ratio=1.0))
     model(x).square().sum().backward()
