@@ -12,6 +12,8 @@ from torch._dynamo.utils import counters
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/ is not installed
 
+from models import Apply
+
 from benchmarks.architectures import mixed
 from benchmarks.architectures.__main__ import renewed, run, summary
 from benchmarks.architectures.own import OWN, Own
@@ -67,17 +69,12 @@ def test_where_all_is_computed_again_none_is_promoted() -> None:
 
 
 def test_where_nothing_is_promoted_it_fails() -> None:
-    class Embedded(nn.Module):
-        """(4) to (4, 8): a table's rows, of which backward reads no value."""
+    """Backward reads no value of a table's rows."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(5, 8)
+    def embedded() -> nn.Module:
+        return nn.Sequential(nn.Embedding(5, 8), Apply(torch.sum))
 
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.table(ids).sum()
-
-    (row,) = run("embedded", Own("none", Embedded, lambda: (torch.arange(4),)), ["near"], "eager")
+    (row,) = run("embedded", Own("none", embedded, lambda: (torch.arange(4),)), ["near"], "eager")
     assert row.error == "no tensor is held low, so that none was promoted"
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from backend_helpers import eager_backend
 from command_line import exit_code
+from models import Parts
 from test_peak_budget import TOKENS, Convolutions, trained, transformer
 from torch import Tensor, nn
 from torch.fx import Graph
@@ -244,16 +245,11 @@ def test_blocks_do_not_leave_the_device(tmp_path: Any) -> None:
 
 
 def test_outputs_stay(tmp_path: Any) -> None:
-    class Returns(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            wide = torch.tanh(self.up(x))
-            return self.down(wide), wide
-
-    model, backend = Returns(), eager_backend("native", recipe="bf16", low_ratio=None, peak_budget="100%")
+    both = Parts(lambda m, wide: (m.down(wide), wide), down=nn.Linear(64, 16))
+    model, backend = (
+        nn.Sequential(nn.Linear(16, 64), nn.Tanh(), both),
+        eager_backend("native", recipe="bf16", low_ratio=None, peak_budget="100%"),
+    )
     sum(y.sum() for y in torch.compile(model, backend=backend)(torch.randn(128, 16))).backward()  # type: ignore[arg-type]
     plan = backend.plans[0]
     site = next(s for s in plan.sites if s.tensor == "tanh")

@@ -12,7 +12,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from backend_helpers import eager_backend
-from models import Parts
+from models import Apply, Parts
 from processors import plan_on
 
 import fxprec.driver.half_compilation
@@ -69,13 +69,9 @@ def test_a_gemm_too_small_to_gain_stays_float32(graphs, monkeypatch) -> None:
 @pytest.mark.parametrize(("short", "dtype"), [(16, torch.bfloat16), (17, torch.float32)])
 def test_attention_over_few_tokens_stays_float32_in_both_halves(graphs, monkeypatch, short, dtype) -> None:
     monkeypatch.setattr(narrow_gemms, "SHORT", short)
-
-    class Attention(nn.Module):
-        def forward(self, q: torch.Tensor) -> torch.Tensor:
-            return nn.functional.scaled_dot_product_attention(q, q * 2, q + 1)
-
+    attention = Apply(lambda q: nn.functional.scaled_dot_product_attention(q, q * 2, q + 1))
     q = torch.randn(2, 2, 16, 8, requires_grad=True)
-    torch.compile(Attention(), backend=eager_backend("native", recipe="bf16", low_ratio=None))(q).sum().backward()
+    torch.compile(attention, backend=eager_backend("native", recipe="bf16", low_ratio=None))(q).sum().backward()
     assert [operand_dtypes(gm) for gm in graphs] == [[{dtype}], [{dtype}]]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from backend_helpers import eager_backend
+from models import Apply
 from torch import nn
 from torch.fx import Node
 
@@ -318,13 +319,9 @@ def test_what_follows_a_relu_is_computed_again_from_its_copy_in_8_bits() -> None
 
 def test_an_input_that_is_converted_again_is_converted_once() -> None:
     """The repeated first layer and its weight's gradient read one conversion, which lives until the later of the two."""
-
-    class Sum(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.as_tensor(super().forward(x)).sum()
-
     torch.manual_seed(0)
-    model = Sum(nn.Linear(256, 16), nn.Tanh(), nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 8))
+    layers = (nn.Linear(256, 16), nn.Tanh(), nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 8))
+    model = nn.Sequential(*layers, Apply(torch.sum))
     found = chooser_of(model, torch.randn(512, 256))
     ways = found.problem.completed({})
     assert ways is not None

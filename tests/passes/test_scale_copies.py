@@ -136,12 +136,8 @@ def test_16_bits_and_simulation_have_no_scales_of_copies(options: dict[str, str]
 @pytest.mark.parametrize(("bound", "scaled"), [(6, {"args.0", "addmm"}), (0.1, {"args.0"})])
 def test_what_is_compared_with_a_number_near_0_has_no_scale(bound: float, scaled: set[str]) -> None:
     """Scaled down by 3 binades, 0.1 is no normal number of e4m3fn: those beside it are others than without a scale."""
-
-    class Bounded(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.hardtanh(x, 0, bound) * x
-
-    model = nn.Sequential(nn.Linear(16, 64), Bounded(), nn.Linear(64, 16))
+    bounded = Apply(lambda x: F.hardtanh(x, 0, bound) * x)
+    model = nn.Sequential(nn.Linear(16, 64), bounded, nn.Linear(64, 16))
     ran = run_pass("scale-copies", model, torch.randn(32, 16), recipe="fp8", low_ratio=1.0)
     held = {site.id: site.tensor for site in ran.work.book.sites if site.format == "e4m3fn"}
     assert set(held.values()) == {"args.0", "addmm"}, "hardtanh's backward compares its operand with 0 and the bound"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Apply, Parts
+from models import Apply, Parts, Residual
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -119,17 +119,9 @@ def test_an_input_that_the_loss_reads_too_keeps_its_own_dtype(budget: str | None
 
 def test_a_layer_that_the_loss_only_passes_through_keeps_its_8_bits() -> None:
     """The last sum of a residual stream leads to the loss; its backward reads neither summand."""
-
-    class Stream(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.enter, self.more = nn.Linear(16, 64), nn.Linear(64, 64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = F.gelu(self.enter(x))
-            return (h + self.more(h)).square().mean()
-
-    compiled(Stream(), backend := eager_backend("fp8", low_ratio=1.0))(torch.randn(64, 16)).backward()
+    layers = (nn.Linear(16, 64), nn.GELU(), Residual(nn.Linear(64, 64)))
+    stream = nn.Sequential(*layers, Apply(lambda x: x.square().mean()))
+    compiled(stream, backend := eager_backend("fp8", low_ratio=1.0))(torch.randn(64, 16)).backward()
     (plan,) = backend.plans
     assert not any("a loss's backward reads it" in site.why for site in plan.sites)
     assert next(site for site in plan.sites if site.tensor == "addmm").format == "e4m3fn"
