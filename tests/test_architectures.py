@@ -12,6 +12,8 @@ from torch._dynamo.utils import counters
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/ is not installed
 
+from models import Apply
+
 from benchmarks.architectures import mixed
 from benchmarks.architectures.__main__ import renewed, run, summary
 from benchmarks.architectures.own import OWN, Own
@@ -29,22 +31,15 @@ def test_it_trains_as_float32_does(name: str) -> None:
     assert row.promoted > 0
 
 
-class Dropped(nn.Module):
+def dropped() -> nn.Module:
     """(4, 8, 32) to the same: attention and a layer, each with dropout, whose probabilities are 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True)
-        self.last = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.layer(x))
+    return nn.Sequential(nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True), nn.Linear(32, 32))
 
 
 @pytest.mark.parametrize("side", list(mixed.SIDES))
 def test_under_autocast_with_dropout_it_trains_as_autocast_does(side: str) -> None:
-    assert mixed.turn_dropout_on(Dropped()) == 4, "of attention, and three modules"
-    rows = mixed.measure("dropped", Own("none", Dropped, lambda: (torch.randn(4, 8, 32),)), [side])
+    assert mixed.turn_dropout_on(dropped()) == 4, "of attention, and three modules"
+    rows = mixed.measure("dropped", Own("none", dropped, lambda: (torch.randn(4, 8, 32),)), [side])
     assert [(row.side, row.error) for row in rows] == [("autocast", None), (side, None)][side == "near" :]
 
 
@@ -74,17 +69,12 @@ def test_where_all_is_computed_again_none_is_promoted() -> None:
 
 
 def test_where_nothing_is_promoted_it_fails() -> None:
-    class Embedded(nn.Module):
-        """(4) to (4, 8): a table's rows, of which backward reads no value."""
+    """Backward reads no value of a table's rows."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(5, 8)
+    def embedded() -> nn.Module:
+        return nn.Sequential(nn.Embedding(5, 8), Apply(torch.sum))
 
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.table(ids).sum()
-
-    (row,) = run("embedded", Own("none", Embedded, lambda: (torch.arange(4),)), ["near"], "eager")
+    (row,) = run("embedded", Own("none", embedded, lambda: (torch.arange(4),)), ["near"], "eager")
     assert row.error == "no tensor is held low, so that none was promoted"
 
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import exit_code
 from torch import nn
 
 import fxprec
-from fxprec import Accumulator, Backend, Config, GradScaling, Operands, Recipe, cli
+from fxprec import Accumulator, Backend, Config, GradScaling, Operands, Recipe
 from fxprec.errors import ConfigError, FallbackError, FxprecError
 from fxprec.plan.files import dumps
 
@@ -210,7 +211,6 @@ OTHERS: Sequence[Case] = (
 def test_one_line_says_what_is_wrong_and_the_way_out(
     function: Callable[[], object], kind: type[FxprecError], words: str
 ) -> None:
-    torch.compiler.reset()
     with pytest.raises(FxprecError) as caught:  # Dynamo hands over a type that is this one and its own
         function()
     assert isinstance(caught.value, kind)
@@ -253,9 +253,7 @@ def told(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     monkeypatch.setitem(sys.modules, "bad_targets", targets)
     Path("plan.json").write_text(plan())
     fxprec.Plan().save("forward.json")
-    with pytest.raises(SystemExit) as end:
-        cli.main(command.split())
-    assert end.value.code == 2
+    assert exit_code(*command.split()) == 2
     return capsys.readouterr().err
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import compiled, eager_backend
+from models import Apply, Residual
 from torch import Tensor, nn
 
 import fxprec
@@ -87,28 +88,16 @@ def test_a_pure_recipe_of_ones_own_needs_16_bits() -> None:
         Recipe(hi="1-6-9", lo_forward="1-4-3", lo_backward="1-5-2", pure=True)
 
 
-class Residual(nn.Module):
-    """Operators that Inductor fuses: GELU, two adds, a product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + F.gelu(self.linear(x))
-        return x * torch.sigmoid(x) + x
-
-
 @pytest.mark.inductor
 def test_every_operators_result_is_rounded_in_the_middle_of_a_kernel_too() -> None:
-    torch.manual_seed(0)
-    model, x = Residual().bfloat16(), torch.randn(64, 16).bfloat16()
+    layers = (Residual(nn.Linear(16, 16), nn.GELU()), Apply(lambda x: x * torch.sigmoid(x) + x))
+    model, x = nn.Sequential(*layers).bfloat16(), torch.randn(64, 16).bfloat16()
     wanted = model(x)
     wanted.float().square().mean().backward()
-    gradient = model.linear.weight.grad.clone()
+    gradient = model[0][0].weight.grad.clone()
     model.zero_grad()
     found = torch.compile(model, backend="fxprec", options={"recipe": "bf16-pure"})(x)
     found.float().square().mean().backward()
     assert torch.equal(found, wanted)
-    error = (model.linear.weight.grad - gradient).float().norm() / gradient.float().norm()
+    error = (model[0][0].weight.grad - gradient).float().norm() / gradient.float().norm()
     assert error < 2e-3, "backward's operators are Inductor's own decompositions"

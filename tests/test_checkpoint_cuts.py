@@ -10,19 +10,16 @@ import torch._dynamo.config
 import torch.nn.functional as F
 from backend_helpers import FINE_TOLERANCE, eager_backend, relative_error
 from checkpointed import SIDE, Two, agree, region
+from models import Checkpointed, Parts
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential, set_checkpoint_early_stop
 
 from fxprec import FxprecWarning
 
 
-class Sequential(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(Two() for _ in range(3)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint_sequential(self.layers, 2, x, use_reentrant=False)  # type: ignore[no-any-return]
+def sequential() -> nn.Module:
+    layers = nn.Sequential(*(Two() for _ in range(3)))
+    return Parts(lambda m, x: checkpoint_sequential(m.layers, 2, x, use_reentrant=False), layers=layers)
 
 
 class Compiled(nn.Module):
@@ -44,7 +41,7 @@ def once(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_a_sequence_in_segments_that_dynamo_cuts_at_each() -> None:
-    assert len(agree(Sequential, fullgraph=False).plans) > 1
+    assert len(agree(sequential, fullgraph=False).plans) > 1
 
 
 @pytest.mark.filterwarnings("ignore:.*inside invoke_subgraph is not planned")
@@ -67,23 +64,10 @@ def test_a_region_with_a_break_is_recomputed_part_by_part(stops: bool) -> None:
         agree(Broken, fullgraph=False)
 
 
-class CompiledInside(nn.Module):
-    """A region around layers that are compiled one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        parts = (nn.RMSNorm(SIDE), nn.Linear(SIDE, SIDE), nn.GELU(), nn.Linear(SIDE, SIDE))
-        self.layers = nn.Sequential(*parts)
-
-    def forward(self, x: Tensor) -> Any:
-        return region(self.layers, x)
-
-
 @pytest.mark.parametrize("stops", [True, False])
 def test_a_region_around_layers_that_are_compiled_one_by_one(stops: bool) -> None:
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    model, x = CompiledInside(), torch.randn(SIDE, SIDE, requires_grad=True)
+    layers = (nn.RMSNorm(SIDE), nn.Linear(SIDE, SIDE), nn.GELU(), nn.Linear(SIDE, SIDE))
+    model, x = Checkpointed(*layers), torch.randn(SIDE, SIDE, requires_grad=True)
     (model(x) ** 2).sum().backward()
     wanted = [x.grad, *(p.grad for p in model.parameters())]
     model.zero_grad()
@@ -115,8 +99,6 @@ class Three(Two):
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_gradient_of_one_result_leaves_the_others_without(place: int) -> None:
-    torch.compiler.reset()
-    torch.manual_seed(0)
     model, x = Three(), torch.randn(SIDE, SIDE, requires_grad=True)
     wanted = [x, *model.parameters()]
     exact = torch.autograd.grad(model(x)[place].sum(), wanted)
@@ -144,8 +126,6 @@ class Chunked(Two):
 
 
 def test_a_loss_in_chunks_that_is_differentiated_inside() -> None:
-    torch.compiler.reset()
-    torch.manual_seed(0)
     model, x = Chunked(), torch.randn(SIDE, SIDE)
     loss = model(x)
     wanted = [p.grad for p in model.parameters()]

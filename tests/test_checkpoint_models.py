@@ -13,6 +13,7 @@ import torch._dynamo.config
 import torch._inductor.config
 import torch.nn.functional as F
 from checkpointed import SIDE, Two, agree, region, selective
+from models import Apply, Parts
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn.utils import parametrize
@@ -65,33 +66,19 @@ class SavesBySlices(Two):
         return gate.sigmoid() * value.tanh()
 
 
-class Parametrized(nn.Module):
+def parametrized() -> nn.Module:
     """A weight that a region makes."""
-
-    class Squared(nn.Module):
-        def forward(self, w: Tensor) -> Tensor:
-            return selective({aten.mul.Tensor})(lambda v: torch.sigmoid(v * v) - 0.5, w)  # type: ignore[no-any-return]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, SIDE, bias=False))
-        parametrize.register_parametrization(self.layers[2], "weight", self.Squared())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)  # type: ignore[no-any-return]
+    made = Apply(lambda w: selective({aten.mul.Tensor})(lambda v: torch.sigmoid(v * v) - 0.5, w))
+    layers = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, SIDE, bias=False))
+    parametrize.register_parametrization(layers[2], "weight", made)
+    return layers
 
 
-class Wrapped(nn.Module):
+def wrapped() -> nn.Module:
     """Wrappers, one in another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        inner = checkpoint_wrapper(nn.Sequential(nn.Linear(SIDE, SIDE), nn.GELU()))
-        outer = nn.Sequential(nn.LayerNorm(SIDE), inner, nn.Linear(SIDE, SIDE))
-        self.outer = checkpoint_wrapper(outer, checkpoint_impl=CheckpointImpl.REENTRANT)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(x)  # type: ignore[no-any-return]
+    inner = checkpoint_wrapper(nn.Sequential(nn.Linear(SIDE, SIDE), nn.GELU()))
+    outer = nn.Sequential(nn.LayerNorm(SIDE), inner, nn.Linear(SIDE, SIDE))
+    return nn.Sequential(checkpoint_wrapper(outer, checkpoint_impl=CheckpointImpl.REENTRANT))
 
 
 class NormOfBatches(Two):
@@ -137,16 +124,14 @@ class OneOfThreeIsRead(Two):
         return y.tanh(), y.exp(), y.sigmoid()
 
 
-class Embedded(nn.Module):
+def embedded() -> nn.Module:
     """A region that reads whole numbers, and has no input with a gradient."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.layer = nn.Embedding(8, SIDE), nn.Linear(SIDE, SIDE)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def call(m: Any, x: Tensor) -> Any:
         places = (x * 4).long().clamp(0, 7)
-        return region(lambda p: self.layer(self.table(p).sum(1)).tanh(), places) * x  # type: ignore[no-any-return]
+        return region(lambda p: m.layer(m.table(p).sum(1)).tanh(), places) * x
+
+    return Parts(call, table=nn.Embedding(8, SIDE), layer=nn.Linear(SIDE, SIDE))
 
 
 class Frozen(Two):
@@ -189,25 +174,17 @@ class Recurrent(nn.Module):
         return state[0]
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(SIDE, 2, 32, dropout=0.1, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = torch.full((4, 4), float("-inf")).triu(1)
-        return region(self.layer, x.view(4, 4, SIDE), src_mask=mask, is_causal=True)  # type: ignore[no-any-return]
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(SIDE, 2, 32, dropout=0.1, batch_first=True)
+    mask = torch.full((4, 4), float("-inf")).triu(1)
+    return Parts(lambda m, x: region(m.layer, x.view(4, 4, SIDE), src_mask=mask, is_causal=True), layer=layer)
 
 
-class Image(nn.Module):
+def image() -> nn.Module:
     """Convolutions that a policy saves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.SiLU(), nn.Conv2d(4, 2, 3, stride=2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return selective({aten.convolution.default})(self.layers, x.view(4, 1, 8, 8)[:, :, :7])  # type: ignore[no-any-return]
+    call = selective({aten.convolution.default})
+    layers = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.SiLU(), nn.Conv2d(4, 2, 3, stride=2))
+    return Parts(lambda m, x: call(m.layers, x.view(4, 1, 8, 8)[:, :, :7]), layers=layers)
 
 
 class Prefers:
@@ -253,20 +230,20 @@ MODELS: tuple[Callable[[], nn.Module], ...] = (
     WritesIntoAPart,
     SavesViews,
     SavesBySlices,
-    Parametrized,
-    Wrapped,
+    parametrized,
+    wrapped,
     NormOfBatches,
     ReadsABuffer,
     OtherThings,
     OneOfThreeIsRead,
-    Embedded,
+    embedded,
     Frozen,
     Repeated,
     ReentrantInside,
     WithoutAutocast,
     Recurrent,
-    Encoder,
-    Image,
+    encoder,
+    image,
     AnObjectsPolicy,
     Mapped,
     OwnOperator,

@@ -16,6 +16,7 @@ import torch._inductor.config
 import torch.nn.functional as F
 from backend_helpers import compare, eager_backend
 from checkpointed import SIDE, Region, region, seeded, selective
+from models import Parts
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -274,27 +275,18 @@ REGIONS: tuple[Region, ...] = (
 )
 
 
-class Model(nn.Module):
-    """A region between two products."""
-
-    def __init__(self, made: Region) -> None:
-        super().__init__()
-        self.made = made
-        self.first = nn.Linear(SIDE, SIDE)
-        self.weight = nn.Parameter(torch.randn(SIDE, SIDE) / 4)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.made(self.first(x), self.weight)
-
-
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # Dynamo does
 @pytest.mark.parametrize("made", REGIONS, ids=lambda made: made.__name__)
 def test_gradients_of_a_checkpointed_region_are_those_of_the_uncompiled_model(made: Region) -> None:
-    torch.compiler.reset()
-    torch.manual_seed(0)
     flags = {"skip_fwd_side_effects_in_bwd_under_checkpoint": True, "capture_profiler_record_function": True}
     backend = eager_backend("packed", low_ratio=1.0)
+
+    def model() -> nn.Module:
+        """A region between two products."""
+        layers = {"first": nn.Linear(SIDE, SIDE), "weight": nn.Parameter(torch.randn(SIDE, SIDE) / 4)}
+        return Parts(lambda m, x: made(m.first(x), m.weight), **layers)
+
     batches = [(torch.randn(SIDE, SIDE),)] * 2
     with torch._dynamo.config.patch(**flags), torch._inductor.config.patch(fallback_random=True):
-        compare(lambda: Model(made), batches, backend, call=seeded, input_gradients=True, fullgraph=True)
+        compare(model, batches, backend, call=seeded, input_gradients=True, fullgraph=True)
     assert backend.plans

@@ -7,6 +7,7 @@ import sys
 from importlib import metadata
 
 import pytest
+from command_line import exit_code
 from typer.testing import CliRunner
 
 from fxprec import cli
@@ -52,9 +53,7 @@ def test_an_error_is_one_line_on_stderr_and_exit_code_2(monkeypatch, capsys):
         raise FxprecError("the thing: the cause;\n the way out")
 
     monkeypatch.setattr("fxprec.demo.run.run_demo", fail)
-    with pytest.raises(SystemExit) as end:
-        cli.main(["demo"])
-    assert end.value.code == 2
+    assert exit_code("demo") == 2
     assert capsys.readouterr() == ("", "fxprec: error: the thing: the cause; the way out\n")
 
 
@@ -67,8 +66,6 @@ def test_an_error_is_one_line_on_stderr_and_exit_code_2(monkeypatch, capsys):
     ],
 )
 def test_demo_names_the_wrong_word_and_the_allowed_ones(arguments, said, tmp_path, capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.main(["demo", "--out", str(tmp_path), *arguments])
-    assert end.value.code == 2
+    assert exit_code("demo", "--out", tmp_path, *arguments) == 2
     assert capsys.readouterr().err == f"fxprec: error: {said}\n"
     assert list(tmp_path.iterdir()) == []

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import exit_code
 from typer.testing import CliRunner
 
 import fxprec
@@ -65,12 +66,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "t.py").write_text(TARGETS)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        cli.main(arguments)
-    return int(end.value.code or 0)
 
 
 def printed(*arguments: str) -> Any:
@@ -174,7 +169,7 @@ def test_a_result_that_cannot_be_written_is_printed(
 ) -> None:
     found = [Findings("machine", "gpu", passed=["sums of ones"])]
     monkeypatch.setattr("fxprec.gpu_check.run.run_items", lambda *arguments, **options: found)
-    assert run(*command.split()) == 2
+    assert exit_code(*command.split()) == 2
     said = capsys.readouterr()
     assert printed_first in said.out
     assert re.search(
@@ -186,14 +181,14 @@ def test_a_dump_that_offloads_says_that_a_cpu_refuses_it(here: Path, capsys: pyt
     asked = ("dump", "t.py:make", "--peak-budget", "100%", "--ways")
     said = "training on a CPU, where saved tensors are in host memory, refuses 'offload'"
     for ways, is_said in (("recompute", False), ("recompute,offload", not torch.cuda.is_available())):
-        assert run(*asked, ways) == 0
+        assert exit_code(*asked, ways) == 0
         assert (said in capsys.readouterr().out) == is_said
 
 
 def test_ways_may_be_written_with_blanks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("dump", "t.py:make", "--peak-budget", "100%", "--ways", "narrow, recompute") == 0
+    assert exit_code("dump", "t.py:make", "--peak-budget", "100%", "--ways", "narrow, recompute") == 0
     for command in (["dump", "t.py:make", "--peak-budget", "100%"], ["fits", "t.py:make", "--gpu", "1GiB"]):
-        assert run(*command, "--ways", "narrow, x") == 2
+        assert exit_code(*command, "--ways", "narrow, x") == 2
         assert "unknown ways 'x'; allowed: 'narrow', 'int4'" in capsys.readouterr().err
 
 
@@ -217,7 +212,7 @@ def test_ways_may_be_written_with_blanks(here: Path, capsys: pytest.CaptureFixtu
 def test_a_users_mistake_is_one_line_with_its_cause(
     command: str, said: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*command.split()) == 2
+    assert exit_code(*command.split()) == 2
     error = capfd.readouterr().err
     assert said in error
     assert error.count("\n") == 1
@@ -241,16 +236,16 @@ def test_an_error_of_fxprec_itself_keeps_its_traceback(here: Path) -> None:
 def test_dump_holds_modules_high(here: Path) -> None:
     low = {}
     for name, options in (("all", []), ("kept", ["--keep-high", "0"]), ("ends", ["--keep-high", "ends"])):
-        assert run("dump", "t.py:make", "--out", name, *options) == 0
+        assert exit_code("dump", "t.py:make", "--out", name, *options) == 0
         low[name] = Plan.load(here / name / "graph-0/plan.json").achieved_low_ratio
     assert low["all"] > low["kept"] > low["ends"]
 
 
 def test_explain_says_why_a_plan_has_no_lowering_and_no_budget(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("dump", "t.py:make") == 0
+    assert exit_code("dump", "t.py:make") == 0
     for word, said in (("lowering", "made without compiling"), ("peak_budget", "none was asked for")):
         capsys.readouterr()
-        assert run("explain", "fxprec-dump", word) == 0
+        assert exit_code("explain", "fxprec-dump", word) == 0
         assert said in capsys.readouterr().out
 
 
@@ -305,14 +300,14 @@ def test_ci_installs_from_where_fxprec_was_installed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     origin(monkeypatch)
-    assert run("ci") == 0
+    assert exit_code("ci") == 0
     assert 'run: pip install -e . "fxprec[testing]==1.2.3"\n' in capsys.readouterr().out
     origin(monkeypatch, url="https://host/o/fxprec", vcs_info={"vcs": "git", "commit_id": "abc"})
-    assert run("ci") == 0
+    assert exit_code("ci") == 0
     assert '"fxprec[testing] @ git+https://host/o/fxprec@abc"\n' in capsys.readouterr().out
     origin(monkeypatch, url="file:///home/me/fxprec", dir_info={"editable": True})
-    assert run("ci") == 2
+    assert exit_code("ci") == 2
     assert "a folder of this machine; name what pip can install it from elsewhere, --install" in capsys.readouterr().err
-    assert run("ci", "--install", "fxprec[testing]>=1") == 0
+    assert exit_code("ci", "--install", "fxprec[testing]>=1") == 0
     assert 'run: pip install -e . "fxprec[testing]>=1"\n' in capsys.readouterr().out
-    assert run("ci", "--install", 'x"; rm -r /') == 2
+    assert exit_code("ci", "--install", 'x"; rm -r /') == 2

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from backend_helpers import Cnn, assert_close, compare, eager_backend
+from command_line import exit_code
 from torch import Tensor, nn
 
 import fxprec
-from fxprec import Plan, PlanError, cli
+from fxprec import Plan, PlanError
 from fxprec.plan.explain import explain
 from fxprec.report.load import plans_of
 
@@ -130,9 +131,7 @@ def test_dump_and_report(tmp_path: Path) -> None:
         ["dump", f"{tmp_path}/net.py:make", "--out", out, "--grouping", "dataflow"],
         ["report", "--dot", out],
     ):
-        with pytest.raises(SystemExit) as end:
-            cli.main([str(word) for word in command])
-        assert not end.value.code
+        assert exit_code(*command) == 0
     (plan,) = plans_of(out).values()
     assert (len(plan.gemms), len(plan.groups)) == (4, 3)
     dot = (out / "graph-0" / "graph.dot").read_text()

@@ -10,21 +10,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backend_helpers import eager_backend
+from models import Parts
 from torch import Tensor, nn
 
 import fxprec
 from fxprec.passes.crossings.best_of import BestOf
 
 
-class Attends(nn.Module):
+def attends() -> nn.Module:
     """Bytes grow with the batch, and with the square of the length: scores are kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (F.gelu(self.q(x)) @ self.k(x).mT).softmax(-1) @ x
+    layers = {"q": nn.Linear(16, 16), "k": nn.Linear(16, 16)}
+    return Parts(lambda m, x: (F.gelu(m.q(x)) @ m.k(x).mT).softmax(-1) @ x, **layers)
 
 
 def dynamic(model: nn.Module, budget: str | int, x: Tensor, *dims: int) -> tuple[Any, fxprec.Backend]:
@@ -45,7 +41,6 @@ def planned(model: nn.Module, x: Tensor) -> int:
 
 
 def test_the_largest_size_that_keeps_the_budget_is_in_the_notes_and_a_larger_call_is_told() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     x = torch.randn(16, 8)
     run, backend = dynamic(model, 20_000, x, 0)
@@ -75,7 +70,6 @@ class HalvesRows(nn.Module):
 
 
 def test_sizes_of_a_chunk_are_counted_at_other_sizes() -> None:
-    torch.manual_seed(0)
     run, _ = dynamic(HalvesRows(), "90%", torch.randn(30, 16), 0)
     run(torch.randn(30, 16)).backward()
     with warnings.catch_warnings():
@@ -89,7 +83,7 @@ def test_with_two_sizes_each_has_its_bound(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(BestOf, "unchanged", lambda *_: None)  # the choice without a budget leaves room
     torch.manual_seed(0)
     x = torch.randn(4, 64, 16)
-    run, backend = dynamic(Attends(), "100%", x, 0, 1)
+    run, backend = dynamic(attends(), "100%", x, 0, 1)
     run(x).sum().backward()
     note = next(note for note in backend.plans[0].notes if note.startswith("peak budget: chosen"))
     assert re.search(r"up to s\d+ = \d+ where s\d+ = \d+; up to s\d+ = \d+ where s\d+ = \d+$", note), note

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import exit_code
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from fxprec import Plan, cli
+from fxprec import Plan
 from fxprec.driver import wrappers
 from fxprec.report.dot import dot_text
 from fxprec.report.drawing import Drawing
@@ -157,12 +158,9 @@ def test_dot_is_one_cluster_a_group_and_quotes_names(tmp_path):
 def test_report_writes_dot_where_there_is_a_graph(tmp_path, capsys):
     plan, drawing, _ = made_up(groups=2, nodes=4)
     plan.save(tmp_path / "plan.json")
-    with pytest.raises(SystemExit) as end:
-        cli.main(["report", "--dot", str(tmp_path)])
-    assert end.value.code == 2
+    assert exit_code("report", "--dot", tmp_path) == 2
     assert capsys.readouterr().err.endswith("has no graph.json, which --dot draws; dump the model again\n")
     drawing.save(tmp_path / "graph.json")
     assert Drawing.load(tmp_path / "graph.json", plan) == drawing
-    with pytest.raises(SystemExit):
-        cli.main(["report", "--dot", str(tmp_path)])
+    assert exit_code("report", "--dot", tmp_path) == 0
     assert (tmp_path / "graph.dot").read_text() == dot_text(plan, drawing, tmp_path.name)

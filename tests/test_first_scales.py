@@ -16,19 +16,11 @@ from fxprec.numerics.formats import parse
 NARROW = replace(FP8, name="narrow", hi=parse("fp16"), lo_backward=parse("e5m2"))
 
 
-class Half(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(x)))
-
-
 class Net(nn.Module):
     def __init__(self, breaks: bool) -> None:
         super().__init__()
-        self.one, self.two, self.breaks = Half(), Half(), breaks
+        self.one, self.two = (nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)) for _ in range(2))
+        self.breaks = breaks
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.one(x)

@@ -168,7 +168,6 @@ def test_the_scale_of_the_loss_does_not_matter_from_the_first_step_on() -> None:
 @pytest.mark.parametrize("loss", ["targets", "given count", "mean", "squares", "outside"])
 def test_the_first_step_loses_no_more_than_later_ones(loss: str, recipe: str) -> None:
     """Its gradients are 2,048 times smaller than those of one element, and nothing is measured yet."""
-    torch.manual_seed(0)
     model = _WithLoss(loss)
     reference, backend = copy.deepcopy(model), eager_backend(recipe, storage="simulate")
     function = compiled(model, backend)
@@ -239,7 +238,6 @@ def test_a_first_loss_of_zero_chooses_no_scale() -> None:
 
 
 def test_a_loss_that_changes_suddenly_is_followed_and_a_scale_out_of_reach_is_told() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(9) for layer in (nn.Linear(8, 8), nn.Tanh())), nn.Linear(8, 4))
     backend = eager_backend("hfp8", storage="simulate", low_ratio=1.0)
     function, x = compiled(model, backend), torch.randn(64, 8)

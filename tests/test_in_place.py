@@ -35,8 +35,6 @@ MAKERS = {
 )
 def test_a_module_of_torchs_own_class_is_compiled_in_place(make, by_name: bool) -> None:
     """Nothing was compiled before torch 2.14, and nothing said so."""
-    torch.compiler.reset()
-    torch.manual_seed(0)
     model = make()
     reference, x, weights = copy.deepcopy(model), torch.randn(4, 8, 16), torch.randn(4, 8, 16)
     model.compile(**({"backend": "fxprec", "options": OPTIONS} if by_name else {"backend": eager_backend("fp8")}))
@@ -52,7 +50,6 @@ def test_a_module_of_torchs_own_class_is_compiled_in_place(make, by_name: bool) 
 
 def test_many_layers_in_place_have_a_plan_each() -> None:
     """They share the code of one frame, and Dynamo's recompile limit is 8."""
-    torch.compiler.reset()
     layers = [nn.Linear(16, 16 + n) for n in range(10)]
     for layer in layers:
         layer.compile(backend="fxprec", options=OPTIONS)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import exit_code
 from torch import nn
 
-from fxprec import Plan, cli
+from fxprec import Plan
 from fxprec.plan import PeakBytes
 from fxprec.report.compare import data, differences, moves
 from tests.helpers import compiled, eager_backend, pipeline
@@ -51,12 +52,6 @@ def make():
 """
 
 
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        cli.main([str(a) for a in arguments])
-    return int(end.value.code or 0)
-
-
 @pytest.fixture(scope="module")
 def dumped(tmp_path_factory):
     """Two dumps of one small model, at different ratios."""
@@ -65,7 +60,7 @@ def dumped(tmp_path_factory):
     for name, ratio in (("a", 0.5), ("again", 0.5), ("b", 1.0)):
         torch._dynamo.reset()
         target = f"{place}/net.py:make"
-        assert run("dump", target, "--out", place / name, "--recipe", "hfp8", "--low-ratio", ratio) == 0
+        assert exit_code("dump", target, "--out", place / name, "--recipe", "hfp8", "--low-ratio", ratio) == 0
     return place
 
 
@@ -95,7 +90,6 @@ def test_text_names_shapes_formats_sites_modules_and_lines(dumped):
 
 
 def test_dump_option_in_training_writes_statistics_and_no_warning(tmp_path):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     backend = eager_backend(dump=tmp_path / "d", low_ratio=1.0)
     step = compiled(model, backend)
@@ -121,14 +115,14 @@ def test_the_graph_of_an_evaluation_is_told_from_those_of_training(tmp_path, cap
         assert plan.is_evaluation == (note in plan.notes) == is_evaluation
         page = (tmp_path / graph / "report.html").read_text()
         assert f"Sequential ({graph}{', evaluation' * is_evaluation}): " in page
-    assert run("explain", tmp_path / "graph-1") == 0
+    assert exit_code("explain", tmp_path / "graph-1") == 0
     assert capsys.readouterr().out.startswith("fxprec hfp8, simulated, evaluation: nothing is saved for backward")
-    assert run("explain", tmp_path) == 2
+    assert exit_code("explain", tmp_path) == 2
     assert capsys.readouterr().err.endswith("holds 2 graphs; give one of graph-0, graph-1 (evaluation) in it\n")
 
 
 def test_a_dump_says_that_a_graph_is_of_an_evaluation(dumped, tmp_path, capsys):
-    assert run("dump", f"{dumped}/net.py:frozen", "--out", tmp_path) == 0
+    assert exit_code("dump", f"{dumped}/net.py:frozen", "--out", tmp_path) == 0
     said = "  evaluation: no backward half, so nothing is held for it"
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / "graph-0"), said]
 
@@ -136,7 +130,7 @@ def test_a_dump_says_that_a_graph_is_of_an_evaluation(dumped, tmp_path, capsys):
 @pytest.mark.parametrize("command", ["dump", "export"])
 def test_what_a_plan_does_not_fulfil_is_told_on_standard_error(dumped, tmp_path, capsys, command):
     arguments = ("--recipe", "fp8", "--keep-high", "heads", "--out", tmp_path / "out")
-    assert run(command, f"{dumped}/net.py:make", *arguments) == 0
+    assert exit_code(command, f"{dumped}/net.py:make", *arguments) == 0
     assert "not done: assign-precision: keep_high pattern 'heads' matches no module" in capsys.readouterr().err
 
 
@@ -149,9 +143,9 @@ def test_the_environment_names_the_folder_too_and_a_second_model_gets_its_own(tm
 
 
 def test_diff_is_0_where_equal_1_where_not_and_counts_bytes(dumped, capsys):
-    assert run("diff", dumped / "a", dumped / "again") == 0
+    assert exit_code("diff", dumped / "a", dumped / "again") == 0
     assert capsys.readouterr().out == ""
-    assert run("diff", dumped / "a", dumped / "b" / "graph-0" / "plan.json") == 1
+    assert exit_code("diff", dumped / "a", dumped / "b" / "graph-0" / "plan.json") == 1
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "requested_low_ratio: 0.5 -> 1.0"
     a, b = (Plan.load(dumped / d / "graph-0/plan.json") for d in ("a", "b"))
@@ -163,13 +157,13 @@ def test_diff_is_0_where_equal_1_where_not_and_counts_bytes(dumped, capsys):
 
 
 def test_diff_as_json_has_the_tensors_that_moved_as_rows(dumped, capsys):
-    assert run("diff", dumped / "a", dumped / "b", "--json") == 1
+    assert exit_code("diff", dumped / "a", dumped / "b", "--json") == 1
     (found,) = json.loads(capsys.readouterr().out)["graphs"].values()
     moved, last = found["moved"], found["differences"][-1]
     assert last == f"{len(moved)} tensors moved, {sum(m['bytes'] for m in moved):+,} bytes"
     assert {(m["before"], m["after"]) for m in moved} == {("1-6-9", "1-4-3+4"), ("1-6-9", "1-5-2")}
     assert all(m["why"].endswith(" is low in the second") for m in moved)
-    assert run("diff", dumped / "a", dumped / "again", "--json") == 0
+    assert exit_code("diff", dumped / "a", dumped / "again", "--json") == 0
     (found,) = json.loads(capsys.readouterr().out)["graphs"].values()
     assert found == {"moved": [], "differences": []}
 
@@ -191,7 +185,7 @@ def test_diff_finds_what_is_no_format(dumped, tmp_path, capsys):
         sites=(*plan.sites[:2], site, *plan.sites[3:]),
     )
     edited.save(tmp_path / "edited.json")
-    assert run("diff", dumped / "a", tmp_path / "edited.json") == 1
+    assert exit_code("diff", dumped / "a", tmp_path / "edited.json") == 1
     was, old = plan.gemms[1], plan.sites[2]
     assert capsys.readouterr().out.splitlines() == [
         f"GEMM 1 ({was.op}, {was.module}): pays none -> True, why {was.why} -> so\\nit is",
@@ -228,7 +222,7 @@ def test_diff_says_what_a_budget_has_moved(tmp_path, monkeypatch):
     (tmp_path / "net.py").write_text(WIDE)
     plans = []
     for name, budget in (("free", []), ("bound", ["--peak-budget", "75%"])):
-        assert run("dump", "net.py:make", "--recipe", "fp8", "--out", name, *budget) == 0
+        assert exit_code("dump", "net.py:make", "--recipe", "fp8", "--out", name, *budget) == 0
         plans.append(Plan.load(tmp_path / name / "graph-0/plan.json"))
     free, bound = plans
     found = data(free, bound)
@@ -257,24 +251,24 @@ def test_explain_gives_the_reason(dumped, capsys):
     plan = Plan.load(dumped / "b/graph-0/plan.json")
     promoted = next(s for s in plan.sites if s.kind == "output" and s.format != plan.recipe.hi.name)
     plan.promote([promoted.id], step=7).save(dumped / "promoted.json")
-    assert run("explain", dumped / "promoted.json", promoted.tensor) == 0
+    assert exit_code("explain", dumped / "promoted.json", promoted.tensor) == 0
     said = capsys.readouterr().out
     assert f"promoted to {plan.recipe.hi.name} at step 7" in said
     assert f"group {promoted.group} of 3, " in said
     assert "policy 'size', which reached 1 for low_ratio 1.0" in said
     low = next(s for s in plan.sites if s.kind == "param")
-    assert run("explain", dumped / "b", low.id) == 0
+    assert exit_code("explain", dumped / "b", low.id) == 0
     assert f"recipe 'hfp8' holds a low param in {plan.recipe.lo_forward.name}" in capsys.readouterr().out
 
 
 def test_explain_prints_what_is_held_as_text_and_as_json(dumped, capsys):
     plan = Plan.load(dumped / "a/graph-0/plan.json")
-    assert run("explain", dumped / "a") == 0
+    assert exit_code("explain", dumped / "a") == 0
     assert capsys.readouterr().out == plan.explain() + "\n"
-    assert run("explain", dumped / "a", "--json") == 0
+    assert exit_code("explain", dumped / "a", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert sum(row["bytes"] for row in told["saved"]) == told["total"]["planned"] == plan.saved_bytes.planned
-    assert run("explain", dumped / "a", "lowering", "--json") == 0
+    assert exit_code("explain", dumped / "a", "lowering", "--json") == 0
     assert json.loads(capsys.readouterr().out)["lines"] == plan.explain("lowering").split("\n")
 
 
@@ -296,7 +290,7 @@ def test_explain_prints_what_is_held_as_text_and_as_json(dumped, capsys):
 def test_bad_input_is_one_line_and_2(arguments, said, dumped, capsys):
     (dumped / "empty").mkdir(exist_ok=True)
     (dumped / "half/graph-0").mkdir(parents=True, exist_ok=True)
-    assert run(*(a.format(d=dumped) for a in arguments)) == 2
+    assert exit_code(*(a.format(d=dumped) for a in arguments)) == 2
     assert capsys.readouterr().err == f"fxprec: error: {said.format(d=dumped)}\n"
 
 
@@ -311,29 +305,29 @@ def test_a_half_written_file_is_one_line_and_2(name, said, dumped, tmp_path, cap
     folder = tmp_path / "graph-0"
     shutil.copytree(dumped / "a/graph-0", folder)
     (folder / name).write_text("".join((folder / name).read_text().splitlines(keepends=True)[:14]))
-    assert run("report", tmp_path) == 2
+    assert exit_code("report", tmp_path) == 2
     assert re.fullmatch(f"fxprec: error: {re.escape(str(folder / name))}: {said}\n", capsys.readouterr().err)
 
 
 def test_inputs_may_be_keywords(dumped, tmp_path):
     asked = ("--recipe", "hfp8", "--low-ratio", 0.5)
-    assert run("dump", f"{dumped}/net.py:keywords", "--out", tmp_path / "k", *asked) == 0
+    assert exit_code("dump", f"{dumped}/net.py:keywords", "--out", tmp_path / "k", *asked) == 0
     plans = [Plan.load(folder / "graph-0" / "plan.json") for folder in (tmp_path / "k", dumped / "a")]
     assert plans[0].saved_bytes == plans[1].saved_bytes
-    assert run("fits", f"{dumped}/net.py:keywords", "--gpu", "1GiB", "--batch", 16) == 0
+    assert exit_code("fits", f"{dumped}/net.py:keywords", "--gpu", "1GiB", "--batch", 16) == 0
 
 
 def test_other_files_in_a_dump_do_not_matter(dumped, tmp_path, capsys):
     shutil.copytree(dumped / "a", tmp_path / "a")
     (tmp_path / "a/graph-0/kernels").mkdir()
     (tmp_path / "a/graph-0/kernels/graph-0-group-1.py").write_text("x = 1\n")
-    assert run("diff", tmp_path / "a", dumped / "a") == 0
-    assert run("report", tmp_path / "a") == 0
+    assert exit_code("diff", tmp_path / "a", dumped / "a") == 0
+    assert exit_code("report", tmp_path / "a") == 0
     assert capsys.readouterr().out == f"{tmp_path}/a/graph-0/report.html\n"
 
 
 def test_a_model_that_fails_is_one_line(dumped, capsys):
-    assert run("dump", f"{dumped}/net.py:broken", "--out", dumped / "w") == 2
+    assert exit_code("dump", f"{dumped}/net.py:broken", "--out", dumped / "w") == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "cannot be planned under fake tensors" in error
@@ -343,6 +337,6 @@ def test_report_is_written_anew(dumped, capsys):
     page: Path = dumped / "b/graph-0/report.html"
     before = page.read_bytes()
     page.unlink()
-    assert run("report", dumped / "b") == 0
+    assert exit_code("report", dumped / "b") == 0
     assert page.read_bytes() == before
     assert b"<title>fxprec: Sequential (graph-0): hfp8, simulate storage</title>" in before

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_commands import printed, run
+from command_line import exit_code
+from test_commands import printed
 from torch import Tensor, nn
 
 from fxprec.compat import allocated_peak
@@ -46,7 +47,6 @@ def test_the_peak_is_of_what_lives_at_once() -> None:
 
 
 def test_loss_gradients_and_bytes_of_a_side() -> None:
-    torch.manual_seed(0)
     model, batch = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)), torch.randn(512, 64)
     found = measure(Subject.of(model, batch), "fp8", {"lowering": "eager"}, 2)
     loss = model(batch).square().mean()
@@ -70,7 +70,7 @@ def test_a_side_is_inductor_autocast_or_a_recipe() -> None:
 
 
 def test_a_side_that_fails_is_named_with_its_error(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("measure", "t.py:fails_in_training", "--sides", "inductor,fp8") == 2
+    assert exit_code("measure", "t.py:fails_in_training", "--sides", "inductor,fp8") == 2
     error = capsys.readouterr().err
     assert "inductor: Sequential does not run on its batch, uncompiled either" in error
     assert error.count("\n") == 1
@@ -88,13 +88,13 @@ def test_a_budget_out_of_one_sides_reach_leaves_the_others(
 
     monkeypatch.setattr("fxprec.commands.measure._in_a_process", measured)
     asked = ("measure", "t.py:make", "--sides", "inductor,bf16,fp8,fp32", "--json")
-    assert run(*asked, "--peak-budget", "60%") == 2
+    assert exit_code(*asked, "--peak-budget", "60%") == 2
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert [row["side"] for row in found["rows"]] == ["inductor", "fp8"]
     assert found["failed"]["bf16"] == "bf16: peak_budget is out of reach"
     assert "not measured: bf16, fp32, as said above; the other sides were" in printed.err
-    assert run(*asked) == 2
+    assert exit_code(*asked) == 2
     assert capsys.readouterr().err.endswith("error: bf16: peak_budget is out of reach\n")
 
 
@@ -112,7 +112,7 @@ def test_sides_are_measured_each_in_a_process_of_its_own(here: Path) -> None:
 
 @pytest.mark.inductor
 def test_the_table_has_shares_of_autocasts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("measure", "t.py:make", "--sides", "autocast", "--steps", "1") == 0
+    assert exit_code("measure", "t.py:make", "--sides", "autocast", "--steps", "1") == 0
     said = capsys.readouterr().out
     assert "Shares are of autocast's" in " ".join(said.split())
     row = next(line.split() for line in said.splitlines() if line.strip().startswith("autocast"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from backend_helpers import Cnn, eager_backend, mlp
+from models import Parts
 from torch import Tensor, nn
 
 import fxprec
@@ -58,21 +59,11 @@ def test_an_input_written_before_backward_is_an_error() -> None:
         late.backward()
 
 
-class Queue(nn.Module):
-    """A memory of keys that is written when the scores are there, as MoCo's is: the model copies it first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("memory", torch.rand(8, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.memory.clone().t()).sigmoid()
-
-
 @pytest.mark.parametrize("storage", ["simulate", "native", "packed"])
 def test_what_the_model_copied_may_be_written(storage: str) -> None:
     """Found by ParityBench (MemoryMoCo): the copy was taken out as one of nothing, and backward read what is written."""
-    model, x = Queue(), torch.rand(4, 16, requires_grad=True)
+    model = Parts(lambda m, x: (x @ m.memory.clone().t()).sigmoid(), memory=nn.Buffer(torch.rand(8, 16)))
+    x = torch.rand(4, 16, requires_grad=True)
     network = compiled(model, storage)
     (wanted,) = torch.autograd.grad(loss(network, x), x)
     late = loss(network, x)

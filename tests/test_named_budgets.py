@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Parts, Residual
 from torch import Tensor, nn
 
 import fxprec
@@ -66,36 +67,17 @@ def test_a_gradient_that_backward_receives_is_freed_after_its_last_reader(peaks:
 
 def test_a_product_does_not_wait_for_what_it_is_added_to(peaks: list[tuple[int, int]]) -> None:
     """Inductor computed a tied weight's gradient of the head where that of the embedding was added to it."""
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.inner = nn.Embedding(32, 32), nn.Linear(32, 32)
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return F.linear(F.gelu(self.inner(self.embed(tokens))), self.embed.weight)
-
-    step(Tied(), torch.randint(0, 32, (16, 16)), "100%", recipe="fp32")
+    layers = {"embed": nn.Embedding(32, 32), "inner": nn.Linear(32, 32)}
+    tied = Parts(lambda m, tokens: F.linear(F.gelu(m.inner(m.embed(tokens))), m.embed.weight), **layers)
+    step(tied, torch.randint(0, 32, (16, 16)), "100%", recipe="fp32")
     ((planned, held),) = peaks
     assert held <= planned
 
 
-class Twice(nn.Module):
-    """A tanh that two operators read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
-        self.body = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).tanh()
-        return self.last(x + self.body(x))
-
-
 def test_a_tanh_that_two_loops_read_is_in_memory(peaks: list[tuple[int, int]]) -> None:
     """The prediction left out a recomputed tanh, which Inductor computes once."""
-    model = Twice()
+    layers = (nn.LayerNorm(32), nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 32))
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), Residual(*layers), nn.Linear(32, 32))
     enough = named(model, X, recipe="fp32")
     peaks.clear()
     step(model, X, enough, recipe="fp32")

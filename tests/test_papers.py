@@ -323,7 +323,6 @@ def test_what_stops_least_squares_is_the_rounding_of_weight_updates() -> None:
 
 
 def test_every_operator_reads_and_writes_numbers_of_the_format() -> None:
-    torch.manual_seed(0)
     table, weight = nn.Parameter(torch.randn(5, 8)), nn.Parameter(torch.randn(8, 8))
 
     def compute(x: Tensor) -> Tensor:

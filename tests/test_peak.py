@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from models import FeedForward
-from torch import Tensor, nn
+from models import Apply, Checkpointed, FeedForward
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks.memory.measure import peak_bytes
 from fxprec.config.processor import Processor
@@ -18,22 +17,12 @@ from fxprec.passes.analysis.replay.workspace import workspace
 ROWS, WIDTH, HIDDEN, BLOCKS = 2048, 64, 256, 3
 
 
-class Network(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(FeedForward(WIDTH, HIDDEN) for _ in range(BLOCKS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x.square().mean()
-
-
 @pytest.mark.cpu_dependent  # oneDNN's workspace is that of the processor which runs it
 @pytest.mark.inductor
 def test_two_of_the_three_wide_tensors_of_a_recomputed_block_live_at_once() -> None:
     """`up`, `gelu` and a gradient are as wide: `gelu` has been read when the gradient of it is computed."""
-    model, x = Network(), torch.randn(ROWS, WIDTH)
+    blocks = (Checkpointed(FeedForward(WIDTH, HIDDEN)) for _ in range(BLOCKS))
+    model, x = nn.Sequential(*blocks, Apply(lambda x: x.square().mean())), torch.randn(ROWS, WIDTH)
     reference = torch.autograd.grad(model(x), list(model.parameters()))
     compiled = torch.compile(model, backend="fxprec", options={"recipe": "fp8"})
     compiled(x).backward()

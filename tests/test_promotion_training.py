@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from backend_helpers import eager_backend
-from torch import Tensor, nn
+from models import Apply
+from torch import nn
 
 from fxprec import Backend
 from fxprec.demo.data import load_digits
@@ -13,25 +14,18 @@ from fxprec.demo.data import load_digits
 STEPS, BATCH = 120, 64
 
 
-class LoudCnn(nn.Module):
+def loud_cnn() -> nn.Module:
     """(batch, 1, 8, 8) images to 10 logits; every activation is 1e4 times what it would be."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 16, 3, padding=1, stride=2)
-        self.classifier = nn.Linear(256, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.conv1(x * 1e4))
-        x = F.relu(self.conv2(x))
-        return self.classifier(x.flatten(1)) * 1e-4
+    convolutions = nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1, stride=2), nn.ReLU()
+    classifier = nn.Flatten(), nn.Linear(256, 10)
+    return nn.Sequential(Apply(lambda x: x * 1e4), *convolutions, *classifier, Apply(lambda x: x * 1e-4))
 
 
 def accuracy(backend: Backend | None, steps: int = STEPS) -> float:
     """Train and return the test accuracy of the uncompiled module."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    digits, model = load_digits(), LoudCnn()
+    digits, model = load_digits(), loud_cnn()
     called = model if backend is None else torch.compile(model, backend=backend)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     generator = torch.Generator().manual_seed(0)

@@ -14,7 +14,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from backend_helpers import FINE_TOLERANCE, eager_backend, relative_error
-from models import FeedForward
+from models import Apply, Checkpointed, FeedForward
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -46,24 +46,12 @@ def step(model: Any, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, lis
     return used.detach(), list(found)
 
 
-class OfProduct(nn.Module):
-    """A checkpointed region that starts from the result of a matrix product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(256, 256) for _ in range(3))
-
-    def part(self, x: Tensor) -> Tensor:
-        return F.gelu(self.b(F.gelu(x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(checkpoint(self.part, self.a(x), use_reentrant=False))
-
-
 def test_what_a_region_starts_from_is_saved_as_the_product_wrote_it() -> None:
     """It was widened before, and saved in float32: twice what autocast saves."""
     backend = eager_backend("native", recipe="bf16", low_ratio=None)
-    torch.compile(OfProduct(), backend=backend)(torch.randn(64, 256)).square().mean().backward()
+    region = Checkpointed(nn.GELU(), nn.Linear(256, 256), nn.GELU())
+    model = nn.Sequential(nn.Linear(256, 256), region, nn.Linear(256, 256))
+    torch.compile(model, backend=backend)(torch.randn(64, 256)).square().mean().backward()
     start = next(saved for saved in backend.plans[0].saved if saved.tensor == "addmm")
     assert (start.format, start.bytes) == ("bf16", 2 * 64 * 256)
 
@@ -100,23 +88,16 @@ def test_a_memory_budget_draws_no_mask_anew(budget: float) -> None:
         assert relative_error(a, b) < FINE_TOLERANCE
 
 
-class Random(nn.Module):
-    """Two layers with something random between them."""
+def attention_with_dropout(h: Tensor) -> Tensor:
+    q = h.view(4, -1, 4, 16).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, dropout_p=0.25).transpose(1, 2).reshape(h.shape)
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.a, self.b, self.kind = nn.Linear(16, 64), nn.Linear(64, 4), kind
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x)
-        if self.kind == "attention":
-            q = h.view(4, -1, 4, 16).transpose(1, 2)
-            h = F.scaled_dot_product_attention(q, q, q, dropout_p=0.25).transpose(1, 2).reshape(h.shape)
-        elif self.kind == "noise":
-            h = h * (1 + torch.randn_like(h))
-        else:
-            h = F.dropout(h, 0.25)
-        return self.b(h)
+RANDOM = {
+    "dropout": nn.Dropout(0.25),
+    "attention": Apply(attention_with_dropout),
+    "noise": Apply(lambda h: h * (1 + torch.randn_like(h))),
+}
 
 
 def gradients(model: nn.Module, call: Any, x: Tensor) -> list[Tensor]:
@@ -129,7 +110,7 @@ def gradients(model: nn.Module, call: Any, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize(("kind", "reentrant"), [("dropout", False), ("attention", True), ("noise", False)])
 def test_a_seed_gives_the_gradients_that_it_gives_uncompiled(kind: str, reentrant: bool) -> None:
     """In the calibration step of ``policy="exact"``, in the next one, and so under the lowering ``eager``."""
-    model, x = Random(kind), torch.randn(64, 16, requires_grad=True)
+    model, x = nn.Sequential(nn.Linear(16, 64), RANDOM[kind], nn.Linear(64, 4)), torch.randn(64, 16, requires_grad=True)
     reference = copy.deepcopy(model)
     compiled = torch.compile(
         lambda v: checkpoint(model, v, use_reentrant=reentrant),
@@ -179,70 +160,43 @@ def test_a_memory_budget_is_a_bound() -> None:
         assert 0 < saved_under(0.2, model, x) <= 0.2 * whole
 
 
-class Convolutions(nn.Module):
+def convolutions() -> nn.Module:
     """Norms and ReLUs, which the fastest choice computes again from a few values, all at the start of backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(6))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = torch.relu(norm(conv(x)))
-        return x
+    layers = [(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(6)]
+    return nn.Sequential(*(part for layer in layers for part in layer))
 
 
 def test_a_memory_budget_takes_a_choice_whose_peak_is_no_higher_than_without_it() -> None:
     """A warning, which is an error in tests, would say that the step holds more."""
-    model, x = Convolutions(), torch.randn(4, 16, 16, 16, requires_grad=True)
+    model, x = convolutions(), torch.randn(4, 16, 16, 16, requires_grad=True)
     whole, half = (saved_under(budget, model, x, recipe="bf16", low_ratio=None) for budget in (1.0, 0.5))
     copied = 2 * x.numel()  # of the input, which the budget does not count
     assert 0 < half - copied <= 0.5 * (whole - copied)
 
 
 def test_a_memory_budget_whose_peak_is_higher_than_without_it_says_so() -> None:
-    model, x = Convolutions(), torch.randn(4, 16, 16, 16, requires_grad=True)
+    model, x = convolutions(), torch.randn(4, 16, 16, 16, requires_grad=True)
     with pytest.warns(FxprecWarning, match=HOLDS_MORE):
         saved_under(0.1, model, x)
 
 
-class Half(nn.Module):
-    """`Attending`, checkpointed, and the same as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Attending(), Attending()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(checkpoint(self.first, x, use_reentrant=False))  # type: ignore[no-any-return]
-
-
 def test_a_memory_budget_bounds_what_is_saved_beside_a_checkpoint() -> None:
-    model, x = Half(), torch.randn(8, 64, 64)
+    model, x = nn.Sequential(Checkpointed(Attending()), Attending()), torch.randn(8, 64, 64)
     whole = saved_under(1.0, model, x)
     assert 0 < saved_under(0.4, model, x) <= 0.4 * whole
 
 
-class Counts(nn.Module):
+def counts() -> nn.Module:
     """What backward needs of each layer was drawn, and without a seed: it has to be saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList((nn.Linear(16, 64), nn.Linear(64, 64)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-            x = x * torch.poisson(torch.ones_like(x))
-        return x
+    drawn = Apply(lambda x: x * torch.poisson(torch.ones_like(x)))
+    return nn.Sequential(nn.Linear(16, 64), drawn, nn.Linear(64, 64), drawn)
 
 
 def test_a_memory_budget_that_is_not_met_names_what_is_saved() -> None:
     with pytest.warns(
         FxprecWarning, match=r"activation_memory_budget=0\.1: .* are saved .* the largest is poisson"
     ) as told:
-        saved_under(0.1, Counts(), torch.randn(1024, 16))
+        saved_under(0.1, counts(), torch.randn(1024, 16))
     assert len(told) == 1
     assert "torch.utils.checkpoint around a module" in str(told[0].message)
 

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from command_line import exit_code
 from torch import nn
 
-from fxprec import Plan, cli
+from fxprec import Plan
 from fxprec.config.recipes import FP8
 from fxprec.errors import PlanError
 from fxprec.numerics import formats
@@ -93,8 +94,7 @@ def test_saved_bytes_by_group_add_up_to_the_plans(trained):
 
 def test_the_page_holds_graph_and_statistics_and_is_the_same_again(trained, capsys):
     page = (trained.folder / "report.html").read_text()
-    with pytest.raises(SystemExit):
-        cli.main(["report", str(trained.folder)])
+    assert exit_code("report", trained.folder) == 0
     again = (trained.folder / "report.html").read_text()
     data = data_of(again)
     assert {**data, "history": []} == data_of(page)  # written before the first statistics

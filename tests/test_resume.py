@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
-import torch.nn.functional as F
 from backend_helpers import Loud, eager_backend
+from models import Residual
+from steps import losses_of
 from torch import Tensor, nn
 
 import fxprec
@@ -33,15 +34,12 @@ class Training:
 
     def run(self, start: int, stop: int) -> list[Tensor]:
         """Return the losses and, last, every parameter."""
-        losses = []
-        for step in range(start, stop):
+
+        def batch(step: int) -> Tensor:
             loud = 5 if step == BEFORE - 1 else 1 + step % 3  # the scales have to remember the last batch saved
-            x = torch.randn(32, 16, generator=torch.Generator().manual_seed(step)) * loud
-            loss = self.compiled(x).square().mean()
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.detach())
+            return torch.randn(32, 16, generator=torch.Generator().manual_seed(step)) * loud
+
+        losses = losses_of(self.compiled, self.optimizer, map(batch, range(start, stop)))
         return [*losses, *(p.detach().clone() for p in self.model.parameters())]
 
     def save(self) -> str:
@@ -237,15 +235,9 @@ def test_states_of_version_2_load() -> None:
     assert fresh.backend.plans[0].promoted == training.backend.plans[0].promoted
 
 
-class Block(nn.Module):
+def block() -> nn.Module:
     """A residual block whose norm is an affine function of what the block before stored."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.conv = nn.GroupNorm(4, 16), nn.Conv2d(16, 16, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv(F.silu(self.norm(x)))
+    return Residual(nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 16, 3, padding=1))
 
 
 @pytest.mark.parametrize("keep_high", [("3",), ("1", "3"), ()])
@@ -255,7 +247,7 @@ def test_a_plan_made_for_a_budget_is_followed_exactly(keep_high: tuple[str, ...]
     def train(steps: int, state: dict[str, Any] | None = None) -> tuple[list[Tensor | None], dict[str, Any]]:
         torch.compiler.reset()
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), Block(), Block(), Block(), nn.Conv2d(16, 1, 3, padding=1))
+        model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), block(), block(), block(), nn.Conv2d(16, 1, 3, padding=1))
         config = fxprec.Config(recipe="fp8", lowering="eager", peak_budget="95%", keep_high=keep_high)
         backend = fxprec.Backend(config)
         compiled = torch.compile(model, backend=backend)

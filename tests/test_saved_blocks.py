@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import recorded_works
+from models import Residual, SelfAttention
 from torch import Tensor, nn
 
 import fxprec
@@ -137,20 +138,9 @@ def test_the_seed_is_drawn_before_all_that_it_rounds():
     assert [site.saved_as for site in backend.plans[0].sites if site.saved_as] == ["int4", "int4"]
 
 
-class Skip(nn.Module):
-    """A ReLU that only its own backward reads, and one that a linear layer reads too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = torch.relu(self.a(x.flatten(0, 1)))
-        return self.c(torch.relu(self.b(first)) + first)
-
-
 def test_a_relus_sign_is_a_bit_of_its_own_and_exact():
-    model = Skip()
+    layers = (nn.Linear(32, 64), nn.ReLU(), Residual(nn.Linear(64, 64), nn.ReLU()), nn.Linear(64, 8))
+    model = nn.Sequential(nn.Flatten(0, 1), *layers)
     (plain, exact, _), (backend, found, _) = step("fp8", model), step("fp8+int4", model)
     sites = by_name(backend.plans[0])
     assert {sites[n].saved_as for n in ("relu", "add")} == {"int4"}
@@ -166,7 +156,6 @@ def test_a_relus_sign_is_a_bit_of_its_own_and_exact():
 
 def test_weight_gradients_have_no_bias():
     """Over 1,000 draws of 2 bits the mean is the gradient itself; nearest rounding is off by 30 standard errors."""
-    torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(32, 16).exp()
     backend = Backend(Config(recipe="fp8+int2/32:bf16", low_ratio=1.0, lowering="eager"))
     compiled, draws, hidden = torch.compile(model, backend=backend), [], model[0](x).detach()
@@ -199,21 +188,8 @@ def test_inf_spoils_its_block_and_shows(tmp_path):
     assert backend.plans[0].promoted == ()
 
 
-class Attention(nn.Module):
-    """Queries, keys and values that one layer makes, and that attention's backward alone reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
 def test_what_attention_reads_is_in_small_blocks_and_not_in_the_16_bits_of_its_gemm():
-    model = Attention()
+    model = SelfAttention(32, 32, 8, causal=True)
     (plain, exact, _), (backend, found, _) = step("fp8", model), step("fp8+int4", model)
     (site,) = [s for s in backend.plans[0].sites if s.tensor == "addmm" and s.kind == "output"]
     assert (site.format, site.saved_as) == ("bf16", ATTENDED.name)
@@ -268,7 +244,6 @@ def test_a_plan_for_inference_cannot_have_a_copy_in_blocks(tmp_path):
 
 
 def test_dynamic_shapes_stay_in_8_bits_and_say_so():
-    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
     backend = Backend(Config(recipe="fp8+int4", low_ratio=1.0, lowering="eager"))
     compiled = torch.compile(model, backend=backend, dynamic=True)

@@ -170,7 +170,6 @@ class Clipped(torch.autograd.Function):
 
 
 def test_custom_autograd_functions_get_unscaled_gradients_where_they_are_not_linear() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), Apply(Clipped.apply), nn.Linear(16, 4))
     reference = reference_of(model)
     backend = eager_backend(FINE, storage="simulate")

@@ -29,8 +29,6 @@ class Scanned(nn.Module):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.filterwarnings("ignore:scan:fxprec.FxprecWarning")
 def test_a_scan_is_what_it_is_uncompiled(training: bool) -> None:
-    torch.compiler.reset()
-    torch.manual_seed(0)
     model, x = Scanned(), torch.randn(5, 4, 8)
     backend = fxprec.Backend(fxprec.Config(recipe="fp8", low_ratio=0.0, lowering="eager"))
     with torch.set_grad_enabled(training):

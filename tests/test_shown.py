@@ -171,7 +171,6 @@ def test_tables_for_notebooks_escape_names(backend: fxprec.Backend) -> None:
 
 
 def test_a_diagnosis_is_shown_short_and_escaped() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 4))
     found = fxprec.doctor(model, torch.randn(32, 8), options={"formats": ("e4m3fn",), "reruns": 0})
     assert repr(found).startswith(f"<Diagnosis: Sequential, loss {found.loss:.4g}, {len(found.ranking)} stored tensors")
@@ -182,7 +181,6 @@ def test_a_diagnosis_is_shown_short_and_escaped() -> None:
 
 
 def test_logs_carry_the_bytes_saved() -> None:
-    torch._dynamo.reset()
     options = {"recipe": "fp8", "lowering": "eager"}
     model = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), backend="fxprec", options=options)
     model(torch.randn(4, 8)).sum().backward()
@@ -194,7 +192,6 @@ def test_logs_carry_the_bytes_saved() -> None:
 
 
 def test_logs_carry_the_peak_and_its_budget() -> None:
-    torch._dynamo.reset()
     options = {"recipe": "fp8", "lowering": "eager", "peak_budget": "1MiB"}
     model = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), backend="fxprec", options=options)
     model(torch.randn(4, 8)).sum().backward()

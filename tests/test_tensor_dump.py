@@ -6,10 +6,11 @@ from collections import Counter
 
 import pytest
 import torch
+from command_line import exit_code
+from models import Parts
 from torch import nn
 
 import fxprec
-from fxprec.cli import main
 from fxprec.diagnosis.rounding import rounded
 from fxprec.driver.record import WatchedHalf
 from fxprec.errors import ConfigError, FxprecWarning
@@ -19,20 +20,16 @@ from fxprec.report import safetensors
 from fxprec.report.tensors import UNDERFLOWS, Dumped, Origin, facts, read_tensors
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.dropout(torch.relu(self.first(x)), 0.25, True))
+def net() -> nn.Module:
+    layers = {"first": nn.Linear(16, 32), "last": nn.Linear(32, 4)}
+    return Parts(lambda m, x: m.last(torch.dropout(torch.relu(m.first(x)), 0.25, True)), **layers)
 
 
 def train(folder, patterns, *, steps=3, lowering="eager", recipe="fp8", **options):
     """Train, and return the weights and gradients of every step with the backend."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    model, seen = Net(), []
+    model, seen = net(), []
     config = fxprec.Config(
         recipe=recipe,
         lowering=lowering,
@@ -62,9 +59,8 @@ def line(folder, name, step=1):
 
 def test_a_dynamic_batch_stays_dynamic(tmp_path):
     """Comparing a symbolic number of elements with the traced one fixed the batch: torch's ConstraintViolationError."""
-    torch.compiler.reset()
     config = fxprec.Config(recipe="fp8", lowering="eager", dump=tmp_path, dump_tensors=("*",), dump_every=1)
-    call = torch.compile(Net(), backend=fxprec.Backend(config))
+    call = torch.compile(net(), backend=fxprec.Backend(config))
     for rows in (64, 48):
         x = torch.randn(rows, 16)
         torch._dynamo.mark_dynamic(x, 0)
@@ -163,9 +159,7 @@ def test_beyond_the_limit_there_are_hashes_alone(tmp_path):
 
 def test_the_report_draws_elements_by_exponent(tmp_path):
     train(tmp_path, ("first:output",))
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(tmp_path)])
-    assert not ended.value.code
+    assert exit_code("report", tmp_path) == 0
     page = (tmp_path / "graph-0" / "report.html").read_text()
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])
     assert {d["tensor"]: len(d["series"]) for d in data["dumped"]} == {"addmm": 2, "relu": 2, "mul": 2} or data[

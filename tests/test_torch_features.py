@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from backend_helpers import FINE_TOLERANCE, eager_backend, relative_error
+from models import Apply
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch.autograd.graph import save_on_cpu
@@ -146,21 +147,13 @@ def test_parametrized_weights(made: Callable[[nn.Module], nn.Module]) -> None:
     agree(nn.Sequential(made(nn.Linear(16, 16)), nn.GELU(), nn.Linear(16, 16)), in_micro_batches_backwards)
 
 
-class Inverse(nn.Module):
-    """An operator that checks its input: AOTAutograd orders such effects by tokens, made before the graph's inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.linalg.inv(self.linear(x).tanh() + 2 * torch.eye(3))
-
-
 @pytest.mark.inductor
 def test_what_inputs_make_comes_behind_them_although_a_token_of_effects_comes_before() -> None:
-    """A table of scales stood before the placeholder that it is made from."""
-    plain = Inverse()
+    """A table of scales stood before the placeholder that it is made from.
+
+    An operator that checks its input: AOTAutograd orders such effects by tokens, made before the graph's inputs.
+    """
+    plain = nn.Sequential(nn.Linear(3, 3), Apply(lambda x: torch.linalg.inv(x.tanh() + 2 * torch.eye(3))))
     model = copy.deepcopy(plain)
     x = torch.randn(2, 3, 3)
     for net in (plain, torch.compile(model, backend="fxprec", options={"recipe": "fp8"})):

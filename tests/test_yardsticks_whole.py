@@ -339,7 +339,6 @@ def test_where_autocast_refuses_a_model_products_in_bfloat16_are_the_bound() -> 
 
 
 def test_saved_activations_are_rounded_and_weights_are_not() -> None:
-    torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     x, incoming = torch.randn(16, 8, requires_grad=True), torch.randn(16, 4)
     hidden = layers[0](x).detach()
@@ -352,7 +351,6 @@ def test_saved_activations_are_rounded_and_weights_are_not() -> None:
 
 
 def test_products_round_operands_and_results() -> None:
-    torch.manual_seed(0)
     x, w = torch.randn(3, 5, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     incoming = torch.randn(3, 4)
     with ProductsInBf16():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from aps_ranks import run_ranks
+from models import Parts
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,16 +19,11 @@ from fxprec import Backend, Config, backend_of
 from fxprec.aps import APSState, aps_hook
 
 
-class Wide(nn.Module):
+def wide() -> nn.Module:
     """Three layers in three of DDP's buckets. Not a Sequential: Dynamo does not trace torch's own modules from DDP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.c = nn.Linear(12, 600), nn.Linear(600, 600), nn.Linear(600, 600)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+    torch.manual_seed(0)
+    layers = {"a": nn.Linear(12, 600), "b": nn.Linear(600, 600), "c": nn.Linear(600, 600)}
+    return Parts(lambda m, x: m.c(torch.relu(m.b(torch.relu(m.a(x))))), **layers)
 
 
 class Gemms(TorchDispatchMode):
@@ -52,7 +48,7 @@ def gradients(rank: int, make: str, log: list[str] | None = None, **how: Any) ->
         return aps_hook(state, bucket)
 
     torch._dynamo.reset()
-    model = Wide()
+    model = wide()
     inner = compiled = torch.compile(model, **how) if make == "ddp(compile)" else model
     run = ddp = DistributedDataParallel(inner, bucket_cap_mb=1)
     ddp.register_comm_hook(APSState("e4m3fn"), hook)

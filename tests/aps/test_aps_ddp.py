@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from aps_ranks import run_ranks, several
+from models import Parts
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,17 +58,12 @@ def replicas(rank: int, world: int, steps: int) -> dict[str, Tensor]:
     return {**found, "views": train(rank, steps, {}, gradient_as_bucket_view=True)}
 
 
-class Unused(nn.Module):
+def partly_used() -> nn.Module:
     """One layer that takes no part in the forward pass, and parameters of one and of no element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.used, self.unused = nn.Linear(12, 5), nn.Linear(12, 5)
-        self.one, self.none = nn.Parameter(torch.ones(())), nn.Parameter(torch.empty(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x) * self.one + self.none.sum()
+    torch.manual_seed(0)
+    layers = {"used": nn.Linear(12, 5), "unused": nn.Linear(12, 5)}
+    layers |= {"one": nn.Parameter(torch.ones(())), "none": nn.Parameter(torch.empty(0))}
+    return Parts(lambda m, x: m.used(x) * m.one + m.none.sum(), **layers)
 
 
 def inputs(world: int) -> list[Tensor]:
@@ -75,7 +71,7 @@ def inputs(world: int) -> list[Tensor]:
 
 
 def odd_parameters(rank: int, world: int) -> dict[str, Any]:
-    model, wanted = Unused(), Unused()
+    model, wanted = partly_used(), partly_used()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     ddp.register_comm_hook(APSState("bf16"), aps_hook)
     ddp(inputs(world)[rank]).square().sum().backward()
@@ -118,22 +114,18 @@ def accumulated(rank: int, world: int) -> tuple[float, int]:
     return float((found - plain).norm() / plain.norm()), state.step
 
 
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.low, self.high = nn.Linear(12, 5), nn.Linear(12, 5)
-        self.complex = nn.Parameter(torch.randn(5, 5, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.complex(self.low(x), self.high(x)) @ self.complex
+def complex_model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = {"low": nn.Linear(12, 5), "high": nn.Linear(12, 5)}
+    layers |= {"complex": nn.Parameter(torch.randn(5, 5, dtype=torch.complex64))}
+    return Parts(lambda m, x: torch.complex(m.low(x), m.high(x)) @ m.complex, **layers)
 
 
 def complex_parameters(rank: int, world: int) -> dict[str, float]:
     """By parameter, the relative difference of its gradient to plain DDP's, in codes and partly in its own dtype."""
 
     def grads(**options: Any) -> dict[str, Tensor]:
-        model = Complex()
+        model = complex_model()
         ddp = DistributedDataParallel(model)
         if options:
             ddp.register_comm_hook(APSState(model=ddp, **options), aps_hook)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import exit_code
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxprec.cli import main
 from fxprec.errors import PlanError
 from fxprec.runtime.aps.link_plan import BITS, GatheredBits, LayerBits, LinkPlan
 from fxprec.runtime.aps.predict import Link
@@ -29,12 +29,6 @@ PLAN = LinkPlan(
     layers=(LayerBits("head.weight", 0, 1000, 16, 0.0, 1e-7), LayerBits("body.weight", 1, 3000, 4, 0.002, 0.004)),
 )
 SHARDED = replace(PLAN, gathered=(GatheredBits("head", 250, 32), GatheredBits("body", 750, 8)), bytes_gathered=5_000)
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    return int(ended.value.code or 0)
 
 
 def edited(**changes: Any) -> dict[str, Any]:
@@ -108,23 +102,23 @@ def test_any_value_in_any_place_is_read_or_refused(value: Any) -> None:
 
 def test_explain_says_bits_exposed_seconds_and_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     PLAN.save(tmp_path / "link.json")
-    assert run("explain", str(tmp_path / "link.json")) == 0
+    assert exit_code("explain", str(tmp_path / "link.json")) == 0
     link, shares, *layers = capsys.readouterr().out.splitlines()
     assert link == "4 ranks, 200 Mbit/s, 1 ms: a rank sends 2.5 MB a step and ends 30 ms after the last gradient"
     assert shares.startswith("25% in 16 bits, 75% in 4 bits; adds 4.00e-03 of a gradient's squared norm, of 3.12e-02")
     assert layers[0] == "16 bits  head.weight: 1,000 elements, bucket 0, hidden behind backward, adds 1.00e-07"
     assert layers[1] == " 4 bits  body.weight: 3,000 elements, bucket 1, 2 ms exposed, adds 4.00e-03"
-    assert run("explain", str(tmp_path / "link.json"), "body.weight") == 0
+    assert exit_code("explain", str(tmp_path / "link.json"), "body.weight") == 0
     assert capsys.readouterr().out.splitlines()[2:] == [layers[1]]
     SHARDED.save(tmp_path / "sharded.json")
-    assert run("explain", str(tmp_path / "sharded.json")) == 0
+    assert exit_code("explain", str(tmp_path / "sharded.json")) == 0
     gathered = "to gather the parameters once, a rank sends 0.005 MB: head in 32 bits, body in 8 bits"
     assert capsys.readouterr().out.splitlines() == [link, shares, gathered, *layers]
     by_nodes = replace(PLAN.layers[1], by_nodes=True)
     nodes = replace(PLAN, node=2, inside=Link(2.5e8, 1e-4), bytes_between=900_000, layers=(PLAN.layers[0], by_nodes))
     nodes.save(tmp_path / "nodes.json")
     assert LinkPlan.load(tmp_path / "nodes.json") == nodes
-    assert run("explain", str(tmp_path / "nodes.json")) == 0
+    assert exit_code("explain", str(tmp_path / "nodes.json")) == 0
     where, between, shares, first, second = capsys.readouterr().out.splitlines()
     assert where.startswith(
         "4 ranks on 2 nodes, 2000 Mbit/s, 0.1 ms inside, 200 Mbit/s, 1 ms between: a rank sends 2.5 MB"
@@ -132,6 +126,6 @@ def test_explain_says_bits_exposed_seconds_and_cost(tmp_path: Path, capsys: pyte
     assert between == "a node sends to other nodes 0.9 MB a step"
     assert shares.startswith("25% in 16 bits, 75% in 4 bits by nodes; adds")
     assert (first, second) == (layers[0], layers[1].replace("4 bits", "4 bits by nodes"))
-    assert run("explain", str(tmp_path / "link.json"), "body.wieght") == 2
+    assert exit_code("explain", str(tmp_path / "link.json"), "body.wieght") == 2
     assert "did you mean 'body.weight'" in capsys.readouterr().err
     assert set(BITS) >= {16, 8, 4}

@@ -19,7 +19,6 @@ from fxprec.runtime.arith import convolution, gemm_ops  # noqa: F401  registers 
 
 def test_a_step_of_an_mlp_is_matmul_by_matmul_what_arith_gives() -> None:
     """Recipe fp32 rounds nothing else, so every number must agree bit for bit."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 4, bias=False))
     x = torch.randn(8, 24, requires_grad=True)
     backend = eager_backend("fp32", accumulator=Accumulator(format="1-5-2", chunk=8))
@@ -59,7 +58,6 @@ def wide(a: Tensor, b: Tensor) -> Tensor:
     ],
 )
 def test_convolutions_as_matrix_products_are_pytorchs(dims, stride, padding, dilation, groups, transposed, extra):
-    torch.manual_seed(0)
     x = torch.randn(2, 4, *[9] * dims, dtype=torch.double, requires_grad=True)
     channels = (4, 6 // groups) if transposed else (8, 4 // groups)
     weight = torch.randn(*channels, *[3, 2, 2][:dims], dtype=torch.double, requires_grad=True)
@@ -82,7 +80,6 @@ def test_convolutions_as_matrix_products_are_pytorchs(dims, stride, padding, dil
 
 def test_a_convolutions_sums_are_rounded_after_every_product() -> None:
     """One output of each kind, added up by hand in exact fractions."""
-    torch.manual_seed(0)
     fmt = fxprec.numerics.formats.parse("1-4-3")
     model = nn.Conv2d(2, 3, 2, stride=2, bias=True)
     x = torch.randn(2, 2, 5, 4, requires_grad=True)
@@ -123,7 +120,6 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("auto", marks=pytest.mark.inductor)])
 def test_a_wide_accumulator_changes_nothing_but_the_order(lowering: str) -> None:
-    torch.manual_seed(0)
     model = Mixed().to(memory_format=torch.channels_last)
     x = torch.randn(3, 3, 6, 6).contiguous(memory_format=torch.channels_last)
     model(x).sum().backward()

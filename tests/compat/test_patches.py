@@ -237,7 +237,6 @@ class Quantized(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:dynamo_pgo")
 def test_a_graph_that_rounds_to_integers_compiles() -> None:
-    torch.compiler.reset()
     model, x = Quantized(), torch.randn(32, 64)
     with torch._inductor.config.patch(force_disable_caches=True), torch.no_grad():
         found = torch.compile(model, backend="fxprec", options={"recipe": "fp8"})(x)

@@ -63,7 +63,6 @@ def evaluate(x: Tensor, model: nn.Module) -> Tensor:
     ids=["module", "inherited forward", "graph break", "of torch", "function", "resumed", "lambda", "argument"],
 )
 def test_a_graph_is_named(called: Callable[..., Tensor], names: list[str]) -> None:
-    torch._dynamo.reset()
     found = []
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:

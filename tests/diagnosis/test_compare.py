@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from command_line import exit_code
 from torch import nn
 
 import fxprec
-from fxprec.cli import main
 from fxprec.report.compare_page import page
 
 
@@ -29,12 +29,6 @@ def train(folder, *, recipe="fp8", change_after=None, width=16, factor=1.5, **op
     return call
 
 
-def compared(*args: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["compare", *map(str, args)])
-    return int(ended.value.code)
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
@@ -45,7 +39,7 @@ def runs(tmp_path_factory):
 
 
 def test_the_step_and_the_first_tensor_that_differ(runs, capsys):
-    assert compared(runs / "fp8", runs / "changed") == 1
+    assert exit_code("compare", runs / "fp8", runs / "changed") == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "4 tensors in both, 5 steps"
     assert lines[1] == "they first differ at step 4, in forward: addmm_1 (2)"
@@ -54,14 +48,14 @@ def test_the_step_and_the_first_tensor_that_differ(runs, capsys):
 
 
 def test_another_recipe_on_the_same_batches_parts_only_where_every_bit_counts(runs, capsys):
-    assert compared(runs / "fp8", runs / "fp8", "--tolerance", "0") == 0
-    assert compared(runs / "fp8", runs / "bf16") == 0
+    assert exit_code("compare", runs / "fp8", runs / "fp8", "--tolerance", "0") == 0
+    assert exit_code("compare", runs / "fp8", runs / "bf16") == 0
     assert capsys.readouterr().out.endswith("they do not differ\n")
 
 
 def test_what_differs_between_models_is_said(runs, tmp_path, capsys):
     train(tmp_path / "wider", width=24)
-    assert compared(runs / "fp8", tmp_path / "wider") == 1
+    assert exit_code("compare", runs / "fp8", tmp_path / "wider") == 1
     assert "the models differ: graph-0: " in capsys.readouterr().out
 
 
@@ -81,14 +75,14 @@ def dumped(tmp_path_factory):
 
 
 def test_bit_for_bit_the_update_is_named_where_forward_only_follows(dumped, capsys):
-    assert compared(dumped / "one", dumped / "again", "--bitwise") == 0
+    assert exit_code("compare", dumped / "one", dumped / "again", "--bitwise") == 0
     assert capsys.readouterr().out.endswith("they do not differ: every hash is equal\n")
-    assert compared(dumped / "one", dumped / "nudged", "--bitwise") == 1
+    assert exit_code("compare", dumped / "one", dumped / "nudged", "--bitwise") == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("they first differ at step 4, in the weights after the previous update: 2.weight (2")
     assert lines[2].startswith("  then at step 4, in forward: addmm_1 (2")
     assert lines[3].startswith("  then at step 4, in backward: ")
-    assert compared(dumped / "one", dumped / "nudged") == 0  # by a tolerance of 0.1 nothing happened
+    assert exit_code("compare", dumped / "one", dumped / "nudged") == 0  # by a tolerance of 0.1 nothing happened
 
 
 def test_values_that_were_kept_give_distances(dumped, tmp_path):
@@ -151,7 +145,7 @@ def test_what_cannot_be_compared_is_one_line_that_teaches(runs, tmp_path, capsys
         ),
         ((runs / "fp8", runs / "bf16", "--tolerance", "-1"), "tolerance is -1.0; give a relative difference"),
     ):
-        assert compared(*args) == 2
+        assert exit_code("compare", *args) == 2
         error = capsys.readouterr().err
         assert words in error
         assert error.count("\n") == 1

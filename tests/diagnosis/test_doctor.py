@@ -31,6 +31,12 @@ def compiled_gradients(model: nn.Module, x: torch.Tensor, loss, options) -> list
     return [p.grad for p in model.parameters()]
 
 
+def damage(model: nn.Module, x: torch.Tensor, loss, compiled: list[torch.Tensor]) -> float:
+    exact = torch.autograd.grad(loss(model(x)), list(model.parameters()))
+    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters()]
+    return Gradients.of(exact, owners).damage(compiled)
+
+
 @pytest.fixture(scope="module")
 def plain():
     return NETWORKS["plain"].make()
@@ -85,10 +91,9 @@ def test_the_recommendation_can_be_pasted_and_holds_what_it_promises():
     planned, recommended = found.whole
     assert planned.measured > 0.1
     assert recommended.measured < 0.05
-    compiled = compiled_gradients(model, x, loss, found.recommended)
-    exact = torch.autograd.grad(loss(model(x)), list(model.parameters()))
-    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters()]
-    assert Gradients.of(exact, owners).damage(compiled) == pytest.approx(recommended.measured, rel=0.1)
+    assert damage(model, x, loss, compiled_gradients(model, x, loss, found.recommended)) == pytest.approx(
+        recommended.measured, rel=0.1
+    )
 
 
 def test_a_scale_for_each_block_is_recommended_where_it_is_enough_and_saves_more():
@@ -101,10 +106,9 @@ def test_a_scale_for_each_block_is_recommended_where_it_is_enough_and_saves_more
     assert found.ranking[0].module == "second.inner.0"
     assert found.recommended == {"recipe": "fp8+int8"}
     assert "with a scale for each block" in found.advice.reason
-    compiled = compiled_gradients(model, x, loss, found.recommended)
-    exact = torch.autograd.grad(loss(model(x)), list(model.parameters()))
-    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters()]
-    assert Gradients.of(exact, owners).damage(compiled) == pytest.approx(found.whole[1].measured, rel=0.1)
+    assert damage(model, x, loss, compiled_gradients(model, x, loss, found.recommended)) == pytest.approx(
+        found.whole[1].measured, rel=0.1
+    )
 
 
 def test_where_hardly_anything_could_be_low_the_advice_is_to_stay_in_bf16(plain):
@@ -138,13 +142,10 @@ def test_the_outermost_module_itself_can_be_held_high(plain):
     assert found.recommended == {"recipe": "fp8", "storage": "packed", "keep_high": (".",)}
     assert found.advice.predicted < 0.05
     compiled = compiled_gradients(Subject.of(model, x, loss).fresh(), x, loss, found.recommended)
-    exact = torch.autograd.grad(loss(model(x)), list(model.parameters()))
-    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters()]
-    assert Gradients.of(exact, owners).damage(compiled) < 0.05
+    assert damage(model, x, loss, compiled) < 0.05
 
 
 def test_gradients_with_scales_and_reads_of_all_are_examined_too():
-    torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)), torch.randn(32, 16)
     for options in ({"recipe": "fp16"}, {"recipe": "hfp8"}, {"recipe": "fp8", "storage": "simulate"}):
         found = fxprec.doctor(model, x, options={**options, "formats": ("e4m3fn",)})
@@ -156,7 +157,6 @@ def test_gradients_with_scales_and_reads_of_all_are_examined_too():
 
 def test_a_function_whose_exponential_overflows_has_a_sensitivity():
     """Backward recomputes SiLU as x / (1 + exp(-x)); below -88 its derivative is not inf / inf."""
-    torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 4)), torch.randn(32, 8)
     model[0].weight.data.mul_(100)
     assert -448 < model[0](x).min().item() < -88
@@ -178,7 +178,6 @@ class Checkpointed(nn.Module):
 
 
 def test_dropout_that_is_recomputed_and_graph_breaks():
-    torch.manual_seed(0)
     found = fxprec.doctor(Checkpointed(), torch.randn(32, 16), options=PACKED)
     assert {row.graph for row in found.ranking} == {0, 1}
     planned = [check for check in found.whole if check.name.startswith("as planned")]
@@ -187,7 +186,6 @@ def test_dropout_that_is_recomputed_and_graph_breaks():
 
 
 def test_attention_backward_written_out_is_torchs():
-    torch.manual_seed(0)
     q, k, v, grad = (torch.randn(2, 3, 10, 8) for _ in range(4))
     for causal, mask in ((True, None), (False, torch.randn(2, 3, 10, 10))):
         ops = torch.ops.aten

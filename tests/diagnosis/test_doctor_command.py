@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from command_line import exit_code
 from torch import nn
 
-from fxprec.cli import main
 from fxprec.errors import ConfigError
 
 MODEL = """
@@ -53,14 +53,8 @@ def target(tmp_path, monkeypatch):
     return "patient.py:make"
 
 
-def run(*args: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", *args])
-    return int(ended.value.code or 0)
-
-
 def test_text_page_and_json(target, tmp_path, capsys):
-    assert run(target, "--formats", "e4m3fn", "--out", "found") == 0
+    assert exit_code("doctor", target, "--formats", "e4m3fn", "--out", "found") == 0
     out = capsys.readouterr().out
     for words in (
         "s] step compiled and run",
@@ -79,7 +73,7 @@ def test_saved_states_say_which_module_became_fragile_when(target, tmp_path, cap
         if step == 10:
             model[0].weight.data.mul_(2000)
         torch.save({"model": model.state_dict(), "step": step}, tmp_path / f"step-{step}.pt")
-    assert run(target, "--checkpoint", "step-*.pt") == 0
+    assert exit_code("doctor", target, "--checkpoint", "step-*.pt") == 0
     table = capsys.readouterr().out.partition("Damage by module")[2].splitlines()
     assert table[1].split()[:4] == ["module", "step-1", "step-2", "step-10"]
     assert table[2].split()[-1] == "step-10"
@@ -102,7 +96,7 @@ def test_saved_states_say_which_module_became_fragile_when(target, tmp_path, cap
 )
 def test_bad_input_is_one_line_that_teaches(target, args, words, tmp_path, capsys):
     torch.save({"weight": torch.zeros(2)}, tmp_path / "other.pt")
-    assert run(*args) == 2
+    assert exit_code("doctor", *args) == 2
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
@@ -123,7 +117,7 @@ def test_bad_input_is_one_line_that_teaches(target, args, words, tmp_path, capsy
 )
 def test_an_error_of_the_users_own_is_shown_as_such_with_its_line(target, capsys, factory, whose, said, line):
     at = 1 + next(i for i, text in enumerate(MODEL.splitlines()) if text.endswith(f"# in {line}"))
-    assert run(f"patient.py:{factory}") == 2
+    assert exit_code("doctor", f"patient.py:{factory}") == 2
     (told,) = (text for text in capsys.readouterr().err.splitlines() if text.startswith("fxprec: error: "))
     assert told.startswith(f"fxprec: error: {whose}: {said}")
     assert f" (patient.py:{at}); " in told

@@ -54,6 +54,21 @@ def traced(function: Callable[..., object], *inputs: torch.Tensor, dynamic: bool
     return gm
 
 
+def two_casts() -> GraphModule:
+    """Return a graph that rounds a ReLU's result, and its product with a weight."""
+
+    def f(x: torch.Tensor, w: torch.Tensor, table: torch.Tensor) -> object:
+        return stored(stored(torch.relu(x), table)[1] @ w, table, 1)
+
+    return traced(f, torch.randn(4, 8), torch.randn(8, 8), scale_table([FORMAT] * 2))
+
+
+def lower_half(gm: GraphModule, lowering: str, without: Collection[str], device: str = "cpu") -> Lowered:
+    """Lower a half whose two rows are watched."""
+    rows = WatchedRows(watched=frozenset({0, 1}))
+    return lower(gm, lowering, device, rows, calls=compat.TritonCalls(), without=frozenset(without))
+
+
 def generated(
     gm: GraphModule, *, watched: Collection[int] = (), scaled: Collection[int] = ()
 ) -> tuple[GraphModule, Lowered]:

@@ -78,11 +78,7 @@ def test_halves_without_generated_kernels_are_called_as_they_are() -> None:
 
 def test_a_kernel_that_cannot_start_as_it_is_loaded_is_left_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor loads kernels while it builds, some of them: all generated ones were left out."""
-    from generated.kernel_helpers import FORMAT, scale_table, stored, traced
-
-    from fxprec.passes.lowering.lower import lower
-    from fxprec.passes.lowering.lowered import Lowered
-    from fxprec.passes.lowering.rows import WatchedRows
+    from generated.kernel_helpers import lower_half, two_casts
 
     monkeypatch.setattr(compat, "no_triton", lambda device: None)
     told: list[Any] = []
@@ -90,9 +86,8 @@ def test_a_kernel_that_cannot_start_as_it_is_loaded_is_left_out_alone(monkeypatc
     builds: list[int] = []
     first: list[str] = []
 
-    def lower_half(gm: torch.fx.GraphModule, name: str, without: frozenset[str]) -> Lowered:
-        rows = WatchedRows(watched=frozenset({0, 1}))
-        found = lower(gm, name, "cpu", rows, calls=compat.TritonCalls(), without=without)
+    def lowered(gm: torch.fx.GraphModule, name: str, without: frozenset[str]) -> Any:
+        found = lower_half(gm, name, without)
         first[:] = first or found.kernel_names
         return found
 
@@ -102,11 +97,7 @@ def test_a_kernel_that_cannot_start_as_it_is_loaded_is_left_out_alone(monkeypatc
             Launcher(first[0], too_much()).run([])
         return lambda args: None
 
-    def f(x: torch.Tensor, w: torch.Tensor, table: torch.Tensor) -> Any:
-        return stored(stored(torch.relu(x), table)[1] @ w, table, 1)
-
-    gm = traced(f, torch.randn(4, 8), torch.randn(8, 8), scale_table([FORMAT] * 2))
-    lowering.compile(gm, lower_half, build)
+    lowering.compile(two_casts(), lowered, build)
     assert builds == [2, 1]
     assert [n.detail.split(": ")[0] for n in told] == ["it compiles but cannot be launched"]
     assert lowering.without == {first[0]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ pytest.importorskip("triton")
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from generated.kernel_helpers import scale_table, stored, traced
+
+from generated.kernel_helpers import lower_half, scale_table, stored, traced
 
 from fxprec import Backend, compat
 from fxprec.config import Config
@@ -28,9 +30,6 @@ from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Gpu
 from fxprec.passes.analysis.traffic import estimate
 from fxprec.passes.analysis.traffic.estimate import Traffic
-from fxprec.passes.lowering.lower import lower
-from fxprec.passes.lowering.lowered import Lowered
-from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.passes.lowering.triton.regions import find_regions
 from fxprec.passes.lowering.triton.split_loops import without_split_loops
 from fxprec.passes.notice import Notice
@@ -53,9 +52,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, tell: Callable[[Notice], object] = l
     return Lowering(Config(recipe="hfp8"), torch.device("cuda"), tell)  # type: ignore[arg-type]
 
 
-def lower_half(gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
-    rows = WatchedRows(watched=frozenset({0, 1}))
-    return lower(gm, lowering, "cuda", rows, calls=compat.TritonCalls(), without=without)
+lower_on_gpu = partial(lower_half, device="cuda")
 
 
 def half(function: Callable[..., object], *inputs: Tensor) -> GraphModule:
@@ -87,10 +84,10 @@ def test_what_is_taken_is_what_is_lowered_and_what_the_plan_says(monkeypatch: py
     lowering = on_gpu(monkeypatch)
     assert lowering.chooser is not None
     assert lowering.chooser.for_plan() is None, "nothing is chosen yet"
-    gm, lowered = lowering.lower(half(rounded_operands, X, W), lower_half, "forward")
+    gm, lowered = lowering.lower(half(rounded_operands, X, W), lower_on_gpu, "forward")
     assert lowered.generated.kernels
     assert gm.graph.find_nodes(op="call_function", target=compat.TritonCalls.target)
-    plain, lowered = lowering.lower(half(gathered, X, W), lower_half, "backward")
+    plain, lowered = lowering.lower(half(gathered, X, W), lower_on_gpu, "backward")
     assert not lowered.generated.kernels
     assert not plain.graph.find_nodes(op="call_function", target=compat.TritonCalls.target)
     choice = lowering.chooser.for_plan()
@@ -109,7 +106,7 @@ def test_an_estimate_that_fails_is_told_and_inductor_taken(monkeypatch: pytest.M
     lowering = on_gpu(monkeypatch, told.append)
     monkeypatch.setattr(estimate, "traffic_of", lambda graph: 1 // 0)
     gm = half(rounded_operands, X, W)
-    same, lowered = lowering.lower(gm, lower_half, "forward")
+    same, lowered = lowering.lower(gm, lower_on_gpu, "forward")
     assert same is gm
     assert not lowered.generated.kernels
     (notice,) = told

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from backend_helpers import Cnn, mlp
 from interpreted import interpreted
+from models import Apply, Parts
+from steps import losses_of
 from torch import Tensor, nn
 
 import fxprec
@@ -52,13 +54,7 @@ def train(make, batches: list[Tensor], lowering: str, **options) -> tuple[list[T
     model, backend = make(), Backend(Config(**{"recipe": "hfp8", "lowering": lowering, **options}))
     compiled = torch.compile(model, backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    losses = []
-    for x in batches:
-        optimizer.zero_grad()
-        loss = compiled(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+    losses = losses_of(compiled, optimizer, batches)
     return [*losses, *(p.detach() for p in model.parameters()), *model.buffers()], backend
 
 
@@ -113,16 +109,12 @@ def test_a_transformer_block_passes_its_own_check() -> None:
 def test_a_single_row_has_kernels(storage: str) -> None:
     """Along a dimension of one element a kernel needs addresses for its whole block; such kernels did not compile."""
 
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 1)
+    def head() -> nn.Module:
+        last = Parts(lambda m, y: y * m.last(y) + m.last(y).mean(), last=nn.Linear(16, 1))
+        norm = nn.LayerNorm(16, elementwise_affine=False)
+        return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), norm, last)
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = F.layer_norm(F.relu(self.first(x)), (16,))
-            return y * self.last(y) + self.last(y).mean()
-
-    backend = assert_close_training(Head, batches(16, sizes=(1,)), storage=storage)
+    backend = assert_close_training(head, batches(16, sizes=(1,)), storage=storage)
     assert not [e for e in backend.events if e.kind == "fallback"]
 
 
@@ -137,18 +129,14 @@ def test_sources_are_readable_deterministic_and_quoted(tmp_path: Path) -> None:
     """A module's name may hold anything but a dot: it must not leave its comment."""
     name = "weird'\"\n    import os #"
 
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-            self.parts = nn.ModuleDict({name: nn.Tanh()})
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.parts[name](self.linear(x)) * 2
+    def odd() -> nn.Module:
+        parts = nn.Sequential()
+        parts.add_module(name, nn.Tanh())
+        return nn.Sequential(nn.Linear(16, 16), parts, Apply(lambda x: x * 2))
 
     texts = []
     for run in ("one", "two"):
-        train(Odd, batches(16, sizes=(4,)), "triton", storage="packed", dump=tmp_path / run)
+        train(odd, batches(16, sizes=(4,)), "triton", storage="packed", dump=tmp_path / run)
         files = sorted((tmp_path / run / "graph-0" / "kernels").iterdir())
         texts.append([(f.name, f.read_text()) for f in files])
     assert texts[0] == texts[1]
@@ -212,24 +200,11 @@ def test_a_kernel_that_does_not_compile_is_left_out(monkeypatch: pytest.MonkeyPa
     def why(source: str, name: str, *args: object) -> str | None:
         return "it does not compile: out of registers" if "relu" in name else None
 
-    from generated.kernel_helpers import FORMAT, scale_table, stored, traced
+    from generated.kernel_helpers import lower_half, two_casts
 
-    from fxprec.passes.lowering.lower import lower
-    from fxprec.passes.lowering.lowered import Lowered
-    from fxprec.passes.lowering.rows import WatchedRows
-
-    def f(x, w, table):
-        return stored(stored(torch.relu(x), table)[1] @ w, table, 1)
-
-    gm = traced(f, torch.randn(4, 8), torch.randn(8, 8), scale_table([FORMAT] * 2))
     monkeypatch.setattr(ahead, "why_not_generated", why)
     lowering = Lowering(Config(lowering="triton", recipe="hfp8"), torch.device("cpu"), told.append)
-
-    def lower_half(gm: torch.fx.GraphModule, name: str, without: frozenset[str]) -> Lowered:
-        rows = WatchedRows(watched=frozenset({0, 1}))
-        return lower(gm, name, "cpu", rows, calls=compat.TritonCalls(), without=without)
-
-    half = lowering.compile(gm, lower_half, build)
+    half = lowering.compile(two_casts(), lower_half, build)
     assert [len(calls) for calls in builds] == [2, 1]
     assert [n.detail.split(";")[0] for n in told] == ["it does not compile: out of registers"]
     assert half.lowered.rows == (1, 0), "statistics of the site left out come from elsewhere"

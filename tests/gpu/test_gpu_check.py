@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from command_line import exit_code
 from gpu import faults
 from interpreted import OLD_INTERPRETER
 
-from fxprec import cli
 from fxprec.errors import GpuCheckError
 from fxprec.gpu_check import machine, run, warm_start
 from fxprec.gpu_check.findings import Findings
@@ -147,9 +147,7 @@ def test_a_machine_without_a_gpu_is_refused_in_one_line(
     why = "torch 2.13.0 was built without CUDA; install a build for CUDA"
     refused = Findings("machine", "gpu", refused=why)
     monkeypatch.setattr(run, "run_items", lambda *args, **options: [refused])
-    with pytest.raises(SystemExit) as end:
-        cli.main(["gpu-check", "--out", str(tmp_path)])
-    assert end.value.code == 2
+    assert exit_code("gpu-check", "--out", tmp_path) == 2
     assert capsys.readouterr().err == f"fxprec: error: gpu-check: {why}\n"
     assert list(tmp_path.iterdir()) == []
 
@@ -188,9 +186,7 @@ def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         (["--limit", "0"], "--limit is 0; give seconds above 0"),
         (["--limit", "nan"], "--limit is nan; give seconds above 0"),
     ):
-        with pytest.raises(SystemExit) as end:
-            cli.main(["gpu-check", *options])
-        assert end.value.code == 2
+        assert exit_code("gpu-check", *options) == 2
         assert said in capsys.readouterr().err
     assert [item.name for item in chosen(["products", "casts"])] == ["casts", "products"]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import losses_of
 from torch import Tensor
 
 import fxprec
@@ -32,13 +33,7 @@ class Training:
         self.accelerator.register_for_checkpointing(registered(self.model))
 
     def run(self, start: int, stop: int) -> list[Tensor]:
-        losses = []
-        for step in range(start, stop):
-            loss = self.prepared(batch(step)).square().mean()
-            self.accelerator.backward(loss)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.detach())
+        losses = losses_of(self.prepared, self.optimizer, map(batch, range(start, stop)), self.accelerator.backward)
         return [*losses, *(p.detach().clone() for p in self.model.parameters())]
 
 

@@ -177,8 +177,6 @@ def test_two_ranks_resume_bit_for_bit_each_with_its_own_state(tmp_path: Path) ->
 
 
 def test_a_jump_of_the_logged_loss_is_told():
-    torch.compiler.reset()
-    torch.manual_seed(0)
     model = Loud()
     callback = FxprecCallback({"recipe": "fp8", "lowering": "eager"})
     callback.on_init_end(None, None, None, model=model)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import losses_of
 from torch import Tensor
 
 import fxprec
@@ -50,13 +51,7 @@ class Training:
             self.optimizer.train()
 
     def run(self, start: int, stop: int) -> list[Tensor]:
-        losses = []
-        for step in range(start, stop):
-            loss = self.model(batch(step % 3)).square().mean()
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.detach())
+        losses = losses_of(self.model, self.optimizer, (batch(step % 3) for step in range(start, stop)))
         return [*losses, *(p.detach().clone() for p in self.model.parameters())]
 
     def state(self) -> tuple[Any, Any, Any]:

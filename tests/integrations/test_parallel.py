@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
+from steps import losses_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -216,15 +217,8 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
 
     def run(self, start: int, stop: int) -> list[Tensor]:
-        losses = []
-        for step in range(start, stop):
-            loud = 100 if self.rank == 1 else 0.01  # one rank promotes what the other does not
-            loss = self.wrapped(batch(step, self.rank) * loud).square().mean()
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.detach())
-        return losses
+        loud = 100 if self.rank == 1 else 0.01  # one rank promotes what the other does not
+        return losses_of(self.wrapped, self.optimizer, (batch(n, self.rank) * loud for n in range(start, stop)))
 
     def state(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "fxprec": RankStates(self.wrapped)}

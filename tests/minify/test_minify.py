@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import exit_code
 from torch import nn
 
-from fxprec import Config, LoweringError, cli
+from fxprec import Config, LoweringError
 from fxprec.minify.culprits import find_culprits
 from fxprec.testing.case import Case
 
@@ -61,12 +62,6 @@ class Deep(nn.Module):
         return x
 
 
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        cli.main([str(a) for a in arguments])
-    return int(end.value.code or 0)
-
-
 def test_one_sensitive_tensor_among_150_is_named_first():
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
     search = find_culprits(Case.make(Deep, x), Config(recipe="hfp8", low_ratio=1.0))
@@ -86,14 +81,14 @@ def net(tmp_path, monkeypatch):
     return "n'e\"t.py"
 
 
-def exit_code(script: str) -> object:
+def exit_code_of(script: str) -> object:
     with pytest.raises(SystemExit) as end:
         runpy.run_path(script, run_name="__main__")
     return end.value.code
 
 
 def test_an_error_is_explained_and_reduced_to_a_script_that_runs_alone(net, capsys):
-    assert run("minify", f"{net}:make", "--recipe", "hfp8", "--low-ratio", 1, "--error-above", 0.5) == 0
+    assert exit_code("minify", f"{net}:make", "--recipe", "hfp8", "--low-ratio", 1, "--error-above", 0.5) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[2].split()[:2] == ["mul_2", "output"]
     assert said[-2].startswith("7 operators reduced to 1: relative error of ")
@@ -102,11 +97,11 @@ def test_an_error_is_explained_and_reduced_to_a_script_that_runs_alone(net, caps
     assert script.returncode == 1
     assert script.stdout.startswith("relative error of ")
     Path("mended.py").write_text(Path("repro.py").read_text().replace("3000.0", "1.0"))
-    assert not exit_code("mended.py"), "without the product the error is gone"
+    assert not exit_code_of("mended.py"), "without the product the error is gone"
 
 
 def test_a_crash_is_reduced(net, capsys):
-    assert run("minify", f"{net}:wide", "--crash", "--out", "small.py") == 0
+    assert exit_code("minify", f"{net}:wide", "--crash", "--out", "small.py") == 0
     assert "6 operators reduced to 1: raises LoweringError: l_self_modules_gain_ is float64" in capsys.readouterr().out
     with pytest.raises(LoweringError, match=r"^l_self_modules_gain_ \(small\.py:\d+\) is float64"):
         runpy.run_path("small.py", run_name="__main__")
@@ -121,7 +116,7 @@ def test_a_model_that_does_not_run_by_itself_is_one_line(tmp_path, capsys):
         ("make", "Broken does not run on its inputs, uncompiled either: ValueError: no (broken.py:4); give the inputs"),
         ("factory", "missing 2 required positional arguments: 'in_features' and 'out_features' (broken.py:8); call"),
     ):
-        assert run("minify", f"{tmp_path}/broken.py:{name}") == 2
+        assert exit_code("minify", f"{tmp_path}/broken.py:{name}") == 2
         said = capsys.readouterr().err
         assert words in said
         assert said.count("\n") == 1
@@ -138,7 +133,7 @@ def test_wrong_use_is_one_line(net, capsys):
         (("--recipe", "fp32"), "holds everything in float32"),
         (("--recipe", "fp8+int4"), "recipe 'fp8+int4' saves copies in int4, and the search runs in storage='simulate'"),
     ):
-        assert run("minify", f"{net}:make", *arguments) == 2
+        assert exit_code("minify", f"{net}:make", *arguments) == 2
         said = capsys.readouterr().err
         assert words in said
         assert said.count("\n") == 1

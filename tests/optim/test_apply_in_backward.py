@@ -33,11 +33,6 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _anew() -> None:
-    torch._dynamo.reset()
-
-
 def small(dtype: torch.dtype = torch.float32, widths: tuple[int, ...] = (16, 32, 8)) -> nn.Module:
     torch.manual_seed(0)
     layers: list[nn.Module] = []

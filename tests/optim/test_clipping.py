@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import warnings
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optim.weights import SHAPES, same, through_file, values, weights
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -19,18 +19,7 @@ from fxprec.errors import ConfigError, GradientError
 from fxprec.runtime.optim.applied import AppliedGradient
 from fxprec.runtime.optim.clipping import norms_of
 
-SHAPES = ((33, 17), (5,), (0,), (), (3, 5, 2))
 MOST = 0.7
-
-
-@pytest.fixture(autouse=True)
-def _anew() -> None:
-    torch._dynamo.reset()
-
-
-def weights(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    g = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=g).to(dtype)) for shape in SHAPES]
 
 
 def gradients(step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -50,14 +39,6 @@ def train(opt: Any, first: int, steps: int, *, clip: bool = False) -> None:
         if clip:
             nn.utils.clip_grad_norm_(params, MOST)
         opt.step()
-
-
-def values(opt: Any) -> list[Tensor]:
-    return [p.detach().clone() for group in opt.param_groups for p in group["params"]]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(map(torch.equal, a, b))
 
 
 @pytest.mark.parametrize("foreach", [None, False])
@@ -159,12 +140,10 @@ def test_training_resumes_bit_for_bit_from_a_file(norm: Any) -> None:
 
     whole = make(weights())
     train(whole, 0, 4)  # the last of these has the largest norm
-    buffer = io.BytesIO()
-    torch.save(whole.state_dict(), buffer)
+    state = through_file(whole.state_dict())
     resumed = make([nn.Parameter(p) for p in values(whole)])
     train(whole, 4, 3)
-    buffer.seek(0)
-    resumed.load_state_dict(torch.load(buffer, weights_only=True))
+    resumed.load_state_dict(state)
     train(resumed, 4, 3)
     assert same(values(whole), values(resumed))
 

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import math
 from typing import Any
 
 import pytest
 import torch
+from optim.weights import SHAPES, same, through_file, values, weights
 from torch import Tensor, nn
 
 import fxprec
 from fxprec.errors import ConfigError, FxprecWarning
 
-SHAPES = ((33, 17), (5,), (0,), (), (3, 5, 2))
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"weight_decay": 0.1, "betas": (0.95, 0.98)},
     {"maximize": True, "lr": torch.tensor(0.01)},
     {"weight_decay": 0.03, "foreach": False},
 ]
-
-
-def weights(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    g = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=g).to(dtype)) for shape in SHAPES]
 
 
 def gradients(step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -38,10 +32,6 @@ def train(opt: Any, first: int, steps: int) -> None:
         for p, grad in zip(params, gradients(step, params[0].dtype), strict=True):
             p.grad = grad
         opt.step()
-
-
-def values(opt: Any) -> list[Tensor]:
-    return [p.detach().clone() for p in opt.param_groups[0]["params"]]
 
 
 def algorithm_2(steps: int, dtype: torch.dtype, options: dict[str, Any]) -> list[Tensor]:
@@ -64,7 +54,7 @@ def test_lion_is_its_algorithm_bit_for_bit_over_100_steps(options: dict[str, Any
     opt = fxprec.optim.Lion(weights(), update="nearest", **({"lr": 0.01} | options))
     train(opt, 0, 100)
     wanted = algorithm_2(100, torch.float32, options)
-    assert all(map(torch.equal, values(opt), wanted))
+    assert same(values(opt), wanted)
     exact = algorithm_2(100, torch.float64, options)
     off = torch.cat([(a - b).abs().flatten() for a, b in zip(wanted, exact, strict=True)])
     assert float(off.max()) < 100 * 2.0**-22, "100 roundings of numbers below 4; another sign is 0.02 off"
@@ -77,15 +67,12 @@ def test_the_kernel_and_the_reference_train_alike_and_resume(held: Any, update: 
     fast, slow = (fxprec.optim.Lion(weights(torch.bfloat16), foreach=f, **options) for f in (None, False))
     for opt in (fast, slow):
         train(opt, 0, 6)
-    assert all(map(torch.equal, values(fast), values(slow)))
-    buffer = io.BytesIO()
-    torch.save(fast.state_dict(), buffer)
-    buffer.seek(0)
+    assert same(values(fast), values(slow))
     resumed = fxprec.optim.Lion([nn.Parameter(p) for p in values(fast)], update=update)
-    resumed.load_state_dict(torch.load(buffer, weights_only=True))
+    resumed.load_state_dict(through_file(fast.state_dict()))
     for opt in (fast, resumed):
         train(opt, 6, 4)
-    assert all(map(torch.equal, values(fast), values(resumed)))
+    assert same(values(fast), values(resumed))
 
 
 def test_averages_in_few_bits_move_nearly_all_weights_alike() -> None:
@@ -102,20 +89,6 @@ def test_averages_in_few_bits_move_nearly_all_weights_alike() -> None:
     assert off[0] < 0.02
     assert off[1] < 0.06
     assert off[2] < 0.5
-
-
-def test_bytes_of_each_form() -> None:
-    def held(states: Any) -> float:
-        p = nn.Parameter(torch.zeros(64, 1000))
-        opt = fxprec.optim.Lion([p], states=states)
-        p.grad = torch.ones_like(p)
-        opt.step()
-        assert sorted(opt.state_dict()["state"][0]) == ["exp_avg", "step"]
-        found = sum(t.nbytes for t in opt.state[p].values() if isinstance(t, Tensor) and t.dim())
-        assert found == opt.state_bytes()
-        return found / p.numel()
-
-    assert [held(form) for form in (None, "float32", "bf16", "8bit", "4bit")] == [4, 4, 2, 1 + 1 / 64, 0.5 + 1 / 64]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

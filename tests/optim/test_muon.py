@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import one_rank
+from optim.weights import same, through_file, values, weights
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -38,16 +38,6 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _anew() -> None:
-    torch._dynamo.reset()
-
-
-def weights(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    g = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=g).to(dtype)) for shape in SHAPES]
-
-
 def train(opt: Any, first: int, steps: int) -> None:
     params = opt.param_groups[0]["params"]
     for step in range(first, first + steps):
@@ -57,27 +47,22 @@ def train(opt: Any, first: int, steps: int) -> None:
         opt.step()
 
 
-def values(opt: Any) -> list[Tensor]:
-    return [p.detach().clone() for p in opt.param_groups[0]["params"]]
-
-
-def same(ours: list[Tensor], wanted: list[Tensor]) -> bool:
-    return all(map(torch.equal, ours, wanted))
-
-
 @pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_muon_is_torchs_bit_for_bit_over_20_steps(options: dict[str, Any], foreach: bool | None) -> None:
-    opt = fxprec.optim.Muon(weights(), update="nearest", foreach=foreach, **({"lr": 0.02} | options))
-    theirs = torch.optim.Muon(weights(), **({"lr": 0.02} | options))
+    opt = fxprec.optim.Muon(weights(shapes=SHAPES), update="nearest", foreach=foreach, **({"lr": 0.02} | options))
+    theirs = torch.optim.Muon(weights(shapes=SHAPES), **({"lr": 0.02} | options))
     for each in (opt, theirs):
         train(each, 0, 20)
     assert same(values(opt), values(theirs))
-    assert not same(values(opt), [p.detach() for p in weights()])
+    assert not same(values(opt), [p.detach() for p in weights(shapes=SHAPES)])
 
 
 def test_states_load_into_torchs_and_back_and_training_goes_on_bit_for_bit() -> None:
-    opt, theirs = fxprec.optim.Muon(weights(), lr=0.02, update="nearest"), torch.optim.Muon(weights(), lr=0.02)
+    opt, theirs = (
+        fxprec.optim.Muon(weights(shapes=SHAPES), lr=0.02, update="nearest"),
+        torch.optim.Muon(weights(shapes=SHAPES), lr=0.02),
+    )
     train(opt, 0, 3)
     theirs = torch.optim.Muon([nn.Parameter(p) for p in values(opt)], lr=1.0)
     theirs.load_state_dict(copy.deepcopy(opt.state_dict()))
@@ -93,15 +78,12 @@ def test_states_load_into_torchs_and_back_and_training_goes_on_bit_for_bit() -> 
 @pytest.mark.parametrize("update", ["stochastic", "kahan"])
 def test_the_kernel_and_the_reference_train_alike_and_resume(held: Any, update: Any) -> None:
     options = {"lr": 0.02, "update": update, "states": held, "max_norm": 3.0}
-    fast, slow = (fxprec.optim.Muon(weights(torch.bfloat16), foreach=f, **options) for f in (None, False))
+    fast, slow = (fxprec.optim.Muon(weights(torch.bfloat16, SHAPES), foreach=f, **options) for f in (None, False))
     for opt in (fast, slow):
         train(opt, 0, 6)
     assert same(values(fast), values(slow))
-    buffer = io.BytesIO()
-    torch.save(fast.state_dict(), buffer)
-    buffer.seek(0)
     resumed = fxprec.optim.Muon([nn.Parameter(p) for p in values(fast)], update=update)
-    resumed.load_state_dict(torch.load(buffer, weights_only=True))
+    resumed.load_state_dict(through_file(fast.state_dict()))
     for opt in (fast, resumed):
         train(opt, 6, 4)
     assert same(values(fast), values(resumed))
@@ -176,16 +158,16 @@ def test_what_is_refused() -> None:
         with pytest.raises(ConfigError, match="parameter 0 of group 0 is sharded, and Muon needs whole matrices"):
             fxprec.optim.Muon([nn.Parameter(whole)])
     with pytest.raises(ValueError, match="Adjust learning rate function unknown is not supported"):
-        fxprec.optim.Muon(weights(), adjust_lr_fn="unknown")  # type: ignore[arg-type]
+        fxprec.optim.Muon(weights(shapes=SHAPES), adjust_lr_fn="unknown")  # type: ignore[arg-type]
     with pytest.raises(
         ConfigError,
         match=r"^optimizer is torch.optim.Muon, and backward can only run steps of fxprec.optim; give it fxprec.optim.Muon, or",
     ):
-        fxprec.Backend(optimizer=[fxprec.optim.SGD(weights()), torch.optim.Muon(weights())])
+        fxprec.Backend(optimizer=[fxprec.optim.SGD(weights(shapes=SHAPES)), torch.optim.Muon(weights(shapes=SHAPES))])
     with pytest.raises(
         ConfigError, match=r"^optimizer is torch.optim.Adam, .*; give it an AdamW, Lion, Muon or SGD of fx"
     ):
-        fxprec.Backend(optimizer=torch.optim.Adam(weights()))
+        fxprec.Backend(optimizer=torch.optim.Adam(weights(shapes=SHAPES)))
     with pytest.raises(ConfigError, match="optimizer is list, and backward"):
         fxprec.Backend(optimizer=[])
 
@@ -278,7 +260,6 @@ def test_a_parameter_of_two_optimizers_is_held_and_told() -> None:
 
 
 def test_a_step_budget_counts_the_states_of_both_and_what_a_step_of_muon_takes() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
     optimizers = pair(model, states="auto")
     weight, bias = 512 * 512 * 4, 512 * 4

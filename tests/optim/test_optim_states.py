@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optim.weights import same, through_file, values, weights
 from torch import Tensor, nn
 
 import fxprec
@@ -138,16 +138,7 @@ def test_an_average_that_moves_by_a_part_of_a_unit_arrives() -> None:
 # Whole optimizers.
 
 
-def same(a: object, b: object) -> bool:
-    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
-
-
 SHAPES = ((33, 64), (7,), (0,), (), (3, 5, 2), (70,))
-
-
-def weights(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    g = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=g).to(dtype)) for shape in SHAPES]
 
 
 def train(opt: Any, first: int, steps: int) -> None:
@@ -159,10 +150,6 @@ def train(opt: Any, first: int, steps: int) -> None:
         opt.step()
 
 
-def values(opt: Any) -> list[Tensor]:
-    return [p.detach() for group in opt.param_groups for p in group["params"]]
-
-
 SGD = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.01}
 ADAMW = {"lr": 0.01, "amsgrad": True}
 
@@ -172,26 +159,29 @@ ADAMW = {"lr": 0.01, "amsgrad": True}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_and_the_reference_train_alike(name: str, options: dict[str, Any], held: Any, dtype: Any) -> None:
     make = getattr(fxprec.optim, name)
-    fast = make(weights(dtype), states=held, **options)
-    slow = make(weights(dtype), states=held, foreach=False, **options)
+    fast = make(weights(dtype, SHAPES), states=held, **options)
+    slow = make(weights(dtype, SHAPES), states=held, foreach=False, **options)
     for opt in (fast, slow):
         train(opt, 0, 12)
-    assert all(map(torch.equal, values(fast), values(slow)))
+    assert same(values(fast), values(slow))
     for a, b in zip(fast.state.values(), slow.state.values(), strict=True):
-        assert all(same(a[key], b[key]) for key in a)
+        assert all(torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key])) for key in a)
 
 
-def test_bytes_of_each_form() -> None:
+@pytest.mark.parametrize(("name", "averages"), [("AdamW", [MEAN, SQUARE]), ("Lion", [MEAN])])
+def test_bytes_of_each_form(name: str, averages: list[str]) -> None:
     def held(states: Any) -> float:
         p = nn.Parameter(torch.zeros(64, 1000))
-        opt = fxprec.optim.AdamW([p], states=states)
+        opt = getattr(fxprec.optim, name)([p], states=states)
         p.grad = torch.ones_like(p)
         opt.step()
-        return sum(t.nbytes for t in opt.state[p].values() if isinstance(t, Tensor) and t.dim()) / p.numel()
+        assert sorted(opt.state_dict()["state"][0]) == [*averages, "step"]
+        found = sum(t.nbytes for t in opt.state[p].values() if isinstance(t, Tensor) and t.dim())
+        assert found == opt.state_bytes()
+        return found / p.numel() / len(averages)
 
-    assert [held(form) for form in (None, "float32", "bf16", "8bit", "4bit")] == [
-        8, 8, 4, 2 + 2 / states.BLOCK, 1 + 2 / states.BLOCK,
-    ]  # fmt: skip
+    shared = 1 / states.BLOCK
+    assert [held(form) for form in (None, "float32", "bf16", "8bit", "4bit")] == [4, 4, 2, 1 + shared, 0.5 + shared]
 
 
 @pytest.mark.parametrize("held", ["float32", "bf16", "8bit", "4bit"])
@@ -199,23 +189,21 @@ def test_bytes_of_each_form() -> None:
 @pytest.mark.parametrize(("name", "options"), [("SGD", SGD), ("AdamW", ADAMW)])
 def test_training_resumes_bit_for_bit_from_a_file(name: str, options: dict[str, Any], held: Any, dtype: Any) -> None:
     make = getattr(fxprec.optim, name)
-    whole = make(weights(dtype), states=held, **options)
+    whole = make(weights(dtype, SHAPES), states=held, **options)
     train(whole, 0, 4)
-    buffer = io.BytesIO()
-    torch.save(whole.state_dict(), buffer)
+    state = through_file(whole.state_dict())
     copies = [nn.Parameter(p.clone()) for p in values(whole)]
     train(whole, 4, 4)
-    buffer.seek(0)
     resumed = make(copies, **{**options, "betas": (0.9, 0.99)} if name == "AdamW" else options)
-    resumed.load_state_dict(torch.load(buffer, weights_only=True))
+    resumed.load_state_dict(state)
     assert resumed.param_groups[0]["states"] == held
     train(resumed, 4, 4)
-    assert all(map(torch.equal, values(whole), values(resumed)))
+    assert same(values(whole), values(resumed))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_torch_optim_takes_the_state_and_gives_it_back(form: Any) -> None:
-    ours = fxprec.optim.AdamW(weights(), lr=0.01, states=form, update="nearest")
+    ours = fxprec.optim.AdamW(weights(shapes=SHAPES), lr=0.01, states=form, update="nearest")
     train(ours, 0, 5)
     saved = ours.state_dict()
     theirs = torch.optim.AdamW([nn.Parameter(p.clone()) for p in values(ours)], lr=0.01)
@@ -229,12 +217,12 @@ def test_torch_optim_takes_the_state_and_gives_it_back(form: Any) -> None:
     back.load_state_dict(theirs.state_dict())
     for opt in (ours, back):
         train(opt, 5, 3)
-    assert all(map(torch.equal, values(ours), values(back)))
+    assert same(values(ours), values(back))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_torch_optims_float32_state_is_rounded_to_nearest(form: Any) -> None:
-    theirs = torch.optim.AdamW(weights(), lr=0.01)
+    theirs = torch.optim.AdamW(weights(shapes=SHAPES), lr=0.01)
     train(theirs, 0, 3)
     ours = fxprec.optim.AdamW([nn.Parameter(p.clone()) for p in values(theirs)], states=form)
     ours.load_state_dict(theirs.state_dict())
@@ -245,7 +233,7 @@ def test_torch_optims_float32_state_is_rounded_to_nearest(form: Any) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_another_form_is_taken_up_at_the_next_step(form: Any) -> None:
-    opt = fxprec.optim.AdamW(weights(), lr=0.01, states=form)
+    opt = fxprec.optim.AdamW(weights(shapes=SHAPES), lr=0.01, states=form)
     train(opt, 0, 3)
     before = opt.state_dict()["state"][0][MEAN].float()
     opt.param_groups[0]["states"] = "float32"
@@ -260,15 +248,12 @@ def test_another_form_is_taken_up_at_the_next_step(form: Any) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_copy_and_a_pickle_of_an_optimizer_step_alike(form: Any) -> None:
-    opt = fxprec.optim.AdamW(weights(), lr=0.01, states=form)
+    opt = fxprec.optim.AdamW(weights(shapes=SHAPES), lr=0.01, states=form)
     train(opt, 0, 2)
-    buffer = io.BytesIO()
-    torch.save(opt, buffer)
-    buffer.seek(0)
-    others = [copy.deepcopy(opt), torch.load(buffer, weights_only=False)]
+    others = [copy.deepcopy(opt), through_file(opt, weights_only=False)]
     for each in (opt, *others):
         train(each, 2, 2)
-        assert all(map(torch.equal, values(opt), values(each)))
+        assert same(values(opt), values(each))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -367,10 +352,10 @@ def test_no_update_explodes_next_to_a_gradient_a_million_times_larger(form: Any)
 
 def test_unknown_states_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"unknown states of group 0 '8bits'; did you mean '8bit'.*or None"):
-        fxprec.optim.AdamW(weights(), states="8bits")  # type: ignore[arg-type]
+        fxprec.optim.AdamW(weights(shapes=SHAPES), states="8bits")  # type: ignore[arg-type]
 
 
 def test_a_beta_that_rounds_to_one_is_taken_where_averages_are_wider_than_weights() -> None:
     with pytest.raises(ConfigError, match=r"betas\[1\]"):
-        fxprec.optim.AdamW(weights(torch.bfloat16))
-    fxprec.optim.AdamW(weights(torch.bfloat16), states="8bit")
+        fxprec.optim.AdamW(weights(torch.bfloat16, SHAPES))
+    fxprec.optim.AdamW(weights(torch.bfloat16, SHAPES), states="8bit")

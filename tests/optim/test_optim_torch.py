@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from optim.weights import through_file
 from torch import Tensor
 
 import fxprec
@@ -102,10 +102,7 @@ def test_training_resumes_bit_for_bit_from_a_saved_file() -> None:
 
     whole, _ = train(make, 8, torch.bfloat16)
     half, first = train(make, 4, torch.bfloat16)
-    buffer = io.BytesIO()
-    torch.save(first.state_dict(), buffer)
-    buffer.seek(0)
-    state = torch.load(buffer, weights_only=True)
+    state = through_file(first.state_dict())
 
     g = torch.Generator().manual_seed(0)
     for shape in SHAPES:  # what the first half drew

@@ -6,27 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from models import Residual
 from torch import Tensor, nn
 
 import fxprec
 from fxprec.demo.models import CharTransformer
 
-
-class Residual(nn.Module):
-    """The gradient of the residual is added to a product with the second weight: Inductor makes one product of both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.second(x) + x
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "fp8": (lambda: CharTransformer(vocab=96, layers=1), lambda: torch.randint(0, 96, (8, 64))),
-    "fp32": (Residual, lambda: torch.randn(8, 16)),
+    # The gradient of the residual is added to a product with the second weight: Inductor makes one product of both.
+    "fp32": (lambda: nn.Sequential(nn.Linear(16, 16), Residual(nn.Linear(16, 16))), lambda: torch.randn(8, 16)),
 }
 
 

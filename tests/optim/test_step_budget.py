@@ -26,11 +26,6 @@ WIDTH, LAYERS = 512, 8
 WEIGHT = WIDTH * WIDTH * 4
 
 
-@pytest.fixture(autouse=True)
-def _anew() -> None:
-    torch._dynamo.reset()
-
-
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))

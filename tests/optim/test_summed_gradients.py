@@ -33,11 +33,6 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 PASSES = 3
 
 
-@pytest.fixture(autouse=True)
-def _anew() -> None:
-    torch._dynamo.reset()
-
-
 def network(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 33, bias=False), nn.GELU(), nn.Linear(33, 8, bias=False)).to(dtype)

@@ -180,7 +180,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_a_gradient_is_masked_as_in_float32(name: str, layout: torch.memory_format) -> None:
-    torch.manual_seed(0)
     x, weight = (torch.randn(8, 16, 12, 10).to(memory_format=layout) for _ in range(2))
     shifts = [torch.zeros_like(x, requires_grad=True) for _ in range(2)]
 
@@ -216,7 +215,6 @@ def test_comparisons_in_a_checkpointed_region_stay_behind_it() -> None:
 
 @pytest.mark.parametrize("budget", ["100%", "85%"])
 def test_under_a_peak_budget_masks_are_in_bits_as_well(budget: str) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Dropout(0.2), nn.ReLU())))
     step = compiled(model, backend := eager_backend("fp8", low_ratio=None, peak_budget=budget))
     step(torch.randn(256, 64)).sum().backward()
@@ -310,8 +308,6 @@ def test_dropout_in_bits_drops_what_inductor_drops(config: fxprec.Config) -> Non
 @pytest.mark.filterwarnings("ignore:verify=True. nothing is compared in a graph half")
 def test_a_lowered_graph_that_draws_can_be_verified() -> None:
     """Verifying runs the lowered graph node by node: a draw without a reference ended it with an error."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64))
     config = fxprec.Config(recipe="hfp8", storage="packed", low_ratio=1.0, lowering="inductor", verify=True)
     step = torch.compile(model, backend=(backend := fxprec.Backend(config)))

@@ -23,6 +23,7 @@ from blocks_by_hand import (
     trained,
 )
 from helpers import compiled, eager_backend, gradients, recorded_works
+from models import Parts
 from one_pass import run_pass
 from torch import Tensor, nn
 
@@ -161,15 +162,8 @@ def test_a_model_whose_gemms_are_all_kept_high_is_told_nothing() -> None:
 
 
 def test_a_batch_of_weights_is_rounded_too() -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0)))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.bmm(x, self.weight)
-
-    model, x = Experts(), batch()
+    weight = nn.Parameter(torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0)))
+    model, x = Parts(lambda m, x: torch.bmm(x, m.weight), weight=weight), batch()
     out = compiled(model, eager_backend(recipe(**EVERY)))(x)
     wanted = torch.stack(
         [along_last(a, "mxfp8") @ along_rows(w, "mxfp8") for a, w in zip(x, model.weight, strict=True)]

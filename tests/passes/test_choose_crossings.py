@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import compiled, eager_backend
+from models import Parts, Residual
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,19 +29,6 @@ from fxprec.passes.forms.stage import Stage
 from tests.golden_model import Block
 
 
-class Residual(nn.Module):
-    """Dropout, a norm and a residual between layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.inner, self.last = nn.Linear(64, 128), nn.Linear(128, 128), nn.Linear(128, 16)
-        self.norm = nn.LayerNorm(128)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.dropout(F.gelu(self.first(x)), 0.1)
-        return self.last(F.silu(self.norm(self.inner(y) + y)))
-
-
 class Written(nn.Module):
     """A buffer that backward reads and forward writes into."""
 
@@ -55,17 +43,6 @@ class Written(nn.Module):
         return self.last(y * self.mean.clone())
 
 
-class Rounded(nn.Module):
-    """A layer whose gradient is 0, and depends on no output's: what it makes is rounded up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ceil(F.gelu(self.steps(x))) + F.gelu(self.last(x))
-
-
 class Widened(nn.Module):
     """Under autocast: backward of tanh reads an alias of what the next layer, behind a conversion, stores in 8 bits."""
 
@@ -78,11 +55,23 @@ class Widened(nn.Module):
             return self.last(torch.tanh(self.first(x)).float()).float()
 
 
+def residual() -> nn.Module:
+    """Dropout, a norm and a residual between layers."""
+    inner = (Residual(nn.Linear(128, 128)), nn.LayerNorm(128), nn.SiLU())
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.1), *inner, nn.Linear(128, 16))
+
+
+def rounded() -> nn.Module:
+    """A layer whose gradient is 0, and depends on no output's: what it makes is rounded up."""
+    layers = {"steps": nn.Linear(64, 64), "last": nn.Linear(64, 64)}
+    return Parts(lambda m, x: torch.ceil(F.gelu(m.steps(x))) + F.gelu(m.last(x)), **layers)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "block": (Block, (4, 3, 16, 16)),
-    "residual": (Residual, (64, 64)),
+    "residual": (residual, (64, 64)),
     "written": (Written, (64, 64)),
-    "rounded": (Rounded, (64, 64)),
+    "rounded": (rounded, (64, 64)),
 }
 
 

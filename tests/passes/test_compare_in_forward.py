@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers import compiled, eager_backend
+from models import Parts
 from one_pass import run_pass
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -69,16 +70,10 @@ def test_the_gradient_goes_where_the_values_say(name: str, recompute: bool) -> N
 
 
 def test_a_maximum_saves_comparisons_in_the_place_of_copies() -> None:
-    class Maxout(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.other = nn.Linear(16, 64), nn.Linear(16, 64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.maximum(self.one(x), self.other(x))
-
+    layers = {"one": nn.Linear(16, 64), "other": nn.Linear(16, 64)}
+    maxout = Parts(lambda m, x: torch.maximum(m.one(x), m.other(x)), **layers)
     backend = eager_backend(recipe="fp8", low_ratio=1.0)
-    compiled(Maxout(), backend)(torch.randn(32, 16)).sum().backward()
+    compiled(maxout, backend)(torch.randn(32, 16)).sum().backward()
     saved = {site.tensor for site in backend.plans[0].sites if site.direction == "forward" and site.reads == "backward"}
     assert "addmm" not in saved
     assert "addmm_1" not in saved

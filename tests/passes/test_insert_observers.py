@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from models import Residual
 from one_pass import run_pass
 from torch import nn
 
@@ -39,24 +40,15 @@ def test_the_graph_goes_on_from_what_was_observed() -> None:
         assert others == [], "nothing reads the gradient past it"
 
 
-class Residual(nn.Module):
-    """The gradient of its result is also that of both values it adds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.relu(self.linear(x))
-
-
 def test_values_that_share_a_gradient_are_observed_one_after_the_other() -> None:
-    ran, by_id = observed(Residual(), torch.randn(5, 4, requires_grad=True))
+    ran, by_id = observed(Residual(nn.Linear(4, 4), nn.ReLU()), torch.randn(5, 4, requires_grad=True))
     ran.work.joint.graph.lint()
     shared = [n for n in by_id.values() if any(u in by_id.values() for u in n.users)]
     assert shared, "one reads the other"
     compiled = torch.compile(
-        Residual(), backend="fxprec", options={"recipe": "fp8", "policy": "exact", "lowering": "eager"}
+        Residual(nn.Linear(4, 4), nn.ReLU()),
+        backend="fxprec",
+        options={"recipe": "fp8", "policy": "exact", "lowering": "eager"},
     )
     compiled(torch.randn(5, 4, requires_grad=True)).sum().backward()
 

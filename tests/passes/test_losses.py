@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import compiled, eager_backend
+from models import Parts
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
@@ -70,7 +71,6 @@ def gradient(loss: Loss, prediction: Tensor, target: Tensor, recipe: str = "", r
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_near_convergence_the_gradient_is_float32s(name: str) -> None:
-    torch.manual_seed(0)
     target = torch.randn(64, 16).bfloat16().float()
     prediction = (target + 0.02 * torch.randn(64, 16)).bfloat16().float()
     exact = gradient(LOSSES[name], prediction.double(), target.double())
@@ -82,7 +82,6 @@ def test_near_convergence_the_gradient_is_float32s(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mse_loss", "normalized"])
 def test_a_checkpointed_loss_too(name: str) -> None:
-    torch.manual_seed(0)
     target = torch.randn(64, 16).bfloat16().float()
     prediction = (target + 0.02 * torch.randn(64, 16)).bfloat16().float()
     exact = gradient(LOSSES[name], prediction.double(), target.double())
@@ -90,17 +89,10 @@ def test_a_checkpointed_loss_too(name: str) -> None:
     assert (found - exact).norm() < 1e-4 * exact.norm()
 
 
-class Network(nn.Module):
+def network_of(end: End) -> nn.Module:
     """Two layers, and what follows them."""
-
-    def __init__(self, end: End) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 8)
-        self.end = end
-        self.register_buffer("queue", torch.randn(8, 64))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.end(self.last(F.gelu(self.first(x))), self.queue)
+    layers = {"first": nn.Linear(16, 32), "last": nn.Linear(32, 8), "queue": nn.Buffer(torch.randn(8, 64))}
+    return Parts(lambda m, x: end(m.last(F.gelu(m.first(x))), m.queue), **layers)
 
 
 def own_and_low(step: Callable[..., Any], *inputs: Any) -> tuple[set[str], set[str]]:
@@ -131,13 +123,13 @@ LAYERS = {"x", "addmm"}  # the data, and the first layer's result, from which th
     ids=["a result", "similarities with a buffer", "similarities of two results", "a result that is also returned"],
 )
 def test_what_leads_to_the_loss_alone_keeps_its_dtype_and_layers_are_saved_in_8_bits(end: End, own: set[str]) -> None:
-    assert own_and_low(Network(end), torch.randn(48, 16)) == (own, LAYERS)
+    assert own_and_low(network_of(end), torch.randn(48, 16)) == (own, LAYERS)
 
 
 @pytest.mark.parametrize("last", ["frozen", "normalized", "given"])
 def test_a_layer_is_none_of_the_loss(last: str) -> None:
     """Whether its weight is frozen, divided by a norm that a matrix product finds, or an input of the graph."""
-    network = Network(lambda p, queue: p.sigmoid().square().mean())
+    network = network_of(lambda p, queue: p.sigmoid().square().mean())
     step: Callable[..., Tensor] = network
     if last == "normalized":
         spectral_norm(network.last)
@@ -153,5 +145,5 @@ def test_a_layer_is_none_of_the_loss(last: str) -> None:
 
 
 def test_a_piece_of_a_network_has_no_loss() -> None:
-    own, low = own_and_low(Network(lambda p, queue: F.gelu(p)), torch.randn(48, 16))
+    own, low = own_and_low(network_of(lambda p, queue: F.gelu(p)), torch.randn(48, 16))
     assert (own, low) == (set(), LAYERS | {"addmm_1"})

@@ -12,6 +12,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from backend_helpers import eager_backend
+from models import Apply, Parts
 from processors import plan_on
 
 import fxprec.driver.half_compilation
@@ -68,13 +69,9 @@ def test_a_gemm_too_small_to_gain_stays_float32(graphs, monkeypatch) -> None:
 @pytest.mark.parametrize(("short", "dtype"), [(16, torch.bfloat16), (17, torch.float32)])
 def test_attention_over_few_tokens_stays_float32_in_both_halves(graphs, monkeypatch, short, dtype) -> None:
     monkeypatch.setattr(narrow_gemms, "SHORT", short)
-
-    class Attention(nn.Module):
-        def forward(self, q: torch.Tensor) -> torch.Tensor:
-            return nn.functional.scaled_dot_product_attention(q, q * 2, q + 1)
-
+    attention = Apply(lambda q: nn.functional.scaled_dot_product_attention(q, q * 2, q + 1))
     q = torch.randn(2, 2, 16, 8, requires_grad=True)
-    torch.compile(Attention(), backend=eager_backend("native", recipe="bf16", low_ratio=None))(q).sum().backward()
+    torch.compile(attention, backend=eager_backend("native", recipe="bf16", low_ratio=None))(q).sum().backward()
     assert [operand_dtypes(gm) for gm in graphs] == [[{dtype}], [{dtype}]]
 
 
@@ -246,17 +243,6 @@ def test_a_float32_mask_is_not_rounded(graphs, recipe: str) -> None:
     assert attention.kwargs["attn_mask"].meta["val"].dtype == torch.float32
 
 
-class _Points(nn.Module):
-    """Near points, by a method that `torch.autocast` runs in float32."""
-
-    def __init__(self, method) -> None:
-        super().__init__()
-        self.method, self.first = method, nn.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return self.method(self.first(x), self.first(y)).log1p().sum()
-
-
 def _inverse(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.linalg.inv(torch.diag_embed(1 + x.sum(1).square())) * y.sum()
 
@@ -265,7 +251,7 @@ def _inverse(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def test_a_method_that_autocast_runs_in_float32_is_no_worse_than_there(graphs, method, products: int) -> None:
     """Distances of near points are differences of squares: rounded to 16 bits, nothing of their gradients was right."""
     torch.manual_seed(0)
-    model = _Points(method)
+    model = Parts(lambda m, x, y: method(m.first(x), m.first(y)).log1p().sum(), first=nn.Linear(32, 32))
     x = torch.randn(64, 32)
     y = x + 0.02 * torch.randn(64, 32)
 

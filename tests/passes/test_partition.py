@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._functorch.config
 from helpers import compiled, eager_backend, leave_out
+from models import Checkpointed, Parts
 from one_pass import run_pass
 from torch import Tensor, nn
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -76,38 +77,23 @@ def test_forward_stores_the_copies_that_only_backward_reads(cut: Cut) -> None:
     assert not copies & cut.names(cut.backward, symbolic.QUANTIZE)
 
 
-class Checked(nn.Module):
-    """`torch.linalg.inv` checks its result: a side effect, whose token comes out of forward before the result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ torch.linalg.inv(self.first(x))
-
-
 def test_effect_tokens_stay_where_they_are(cut: Cut) -> None:
-    compiled(Checked(), eager_backend(recipe="fp8", storage="packed"))(torch.randn(8, 8)).sum().backward()
+    """`torch.linalg.inv` checks its result: a side effect, whose token comes out of forward before the result."""
+    model = Parts(lambda m, x: x @ torch.linalg.inv(m.first(x)), first=nn.Linear(8, 8))
+    compiled(model, eager_backend(recipe="fp8", storage="packed"))(torch.randn(8, 8)).sum().backward()
     assert cut.names(cut.forward, symbolic.QUANTIZE) <= {x.name for x in cut.saved}
 
 
-class Region(nn.Module):
+def region() -> nn.Module:
     """Two layers, recomputed, between two that are not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 8)
-        self.inner = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(checkpoint(self.inner, self.first(x), use_reentrant=False).tanh())
+    first, last = nn.Linear(16, 32), nn.Linear(32, 8)
+    return nn.Sequential(first, Checkpointed(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), nn.Tanh(), last)
 
 
 def in_region(cut: Cut, **options: Any) -> None:
-    """Compile `Region`."""
+    """Compile `region`."""
     torch.manual_seed(0)
-    compiled(Region(), eager_backend(storage="packed", **options))(torch.randn(8, 16)).sum().backward()
+    compiled(region(), eager_backend(storage="packed", **options))(torch.randn(8, 16)).sum().backward()
 
 
 def test_a_copy_in_a_region_is_made_again_with_what_it_copies(cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,13 +111,13 @@ def test_a_copy_in_a_region_is_made_again_with_what_it_copies(cut: Cut, monkeypa
 def test_nothing_in_a_region_is_stored_but_what_it_starts_from(cut: Cut) -> None:
     in_region(cut, recipe="hfp8")
     assert not cut.names(cut.backward, symbolic.QUANTIZE) & cut.names(cut.forward, symbolic.QUANTIZE)
-    ran = run_pass(LAST, Region(), torch.randn(8, 16), storage="packed", recipe="hfp8")
+    ran = run_pass(LAST, region(), torch.randn(8, 16), storage="packed", recipe="hfp8")
     stored = [n for n in ran.nodes(symbolic.QUANTIZE) if not is_backward(n)]
     assert not any(regions.backward_recomputes(n) for n in stored)
     sites = [ran.work.book.sites[cast.row] for _, cast in symbolic.Quantize.among(stored)]
     hi, lo = ran.work.settings.recipe.hi.name, ran.work.settings.recipe.lo_forward.name
     assert {s.tensor: (s.format, s.reads) for s in sites} == {
-        "x": (lo, "backward"),
+        "args.0": (lo, "backward"),
         "addmm": (hi, "all"),
         "tanh": (hi, "backward"),  # its gradient is 1 - y^2
     }
@@ -160,24 +146,16 @@ def test_of_attention_that_drops_nothing_no_random_state_is_kept(cut: Cut, proba
     assert any("rng_state" in name for name in names) == (probability > 0)
 
 
-class Deep(nn.Module):
+def deep() -> nn.Module:
     """Layers whose activations may be computed again from their inputs, in a batch large enough for a budget."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(nn.functional.gelu(layer(x)))
-        return x
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Tanh()) for _ in range(4)))
 
 
 def under_a_budget(cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile `Deep` for less than all that backward reads."""
+    """Compile `deep` for less than all that backward reads."""
     torch.manual_seed(0)
     backend = eager_backend(recipe="bf16", peak_budget="75%")
-    compiled(Deep(), backend)(torch.randn(512, 64)).sum().backward()
+    compiled(deep(), backend)(torch.randn(512, 64)).sum().backward()
 
 
 def test_under_a_budget_torchs_min_cut_has_no_part(cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,4 +199,4 @@ def test_torchs_offloading_is_not_silently_left_out() -> None:
     backend = eager_backend(recipe="bf16", peak_budget="100%")
     told_of = pytest.warns(FxprecWarning, match="enable_activation_offloading: moves nothing under a peak_budget")
     with torch._functorch.config.patch(enable_activation_offloading=True), told_of:
-        compiled(Deep(), backend)(torch.randn(512, 64)).sum().backward()
+        compiled(deep(), backend)(torch.randn(512, 64)).sum().backward()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from backend_helpers import eager_backend
+from models import Apply
 from torch import nn
 from torch.fx import Node
 
@@ -98,7 +99,6 @@ def least_times(found: Chooser, within: Callable[[Bound], Fit | None]) -> list[F
 
 
 def test_of_all_choices_with_block_formats_it_finds_the_one_of_least_time() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
     found = chooser_of(model, torch.randn(1024, 64), ways=("narrow", "int4", "int2", "recompute"))
     slow = Rates(bytes_per_s=1e10, flop_per_s=1e9)  # to compute a GEMM again is no way out
@@ -112,7 +112,6 @@ def test_of_all_choices_with_block_formats_it_finds_the_one_of_least_time() -> N
 
 
 def test_of_all_choices_with_host_memory_it_finds_the_one_of_least_time() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
     needs = chooser_of(model, torch.randn(2048, 64)).problem.needs
     slow = Rates(bytes_per_s=1e10, flop_per_s=1e9, host_bytes_per_s=1e9)
@@ -234,7 +233,6 @@ def test_where_the_solver_finds_nothing_it_begins_from_the_choice_without_a_budg
 
 def test_block_formats_never_make_a_choice_worse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the search among more ways finds: here nothing but what holds most."""
-    torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
     needs = chooser_of(model, torch.randn(1024, 64), ways=("narrow", "int4", "recompute")).problem.needs
     best_of = BestOf.of(needs, Rates(bytes_per_s=1e10, flop_per_s=1e9), ("narrow", "recompute"))
@@ -256,7 +254,6 @@ def test_block_formats_never_make_a_choice_worse(monkeypatch: pytest.MonkeyPatch
 
 def test_equal_conversions_of_what_is_recomputed_are_one() -> None:
     """A GEMM reads the recomputed ReLU in bfloat16, and so does the mask of the ReLU's gradient."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 64), nn.LayerNorm(64))
     found = chooser_of(model, torch.randn(512, 64), recipe="bf16")
     values = [node for node in found.problem.nodes if node.target is not aten.relu.default]
@@ -309,7 +306,6 @@ def test_no_choice_made_under_other_costs_is_better(chooser: Chooser) -> None:
 
 
 def test_what_follows_a_relu_is_computed_again_from_its_copy_in_8_bits() -> None:
-    torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())]
     found = chooser_of(nn.Sequential(*layers, nn.Linear(64, 64)), torch.randn(512, 64, requires_grad=True))
     relus = [node for node in found.problem.nodes if node.target is aten.relu.default]
@@ -323,13 +319,9 @@ def test_what_follows_a_relu_is_computed_again_from_its_copy_in_8_bits() -> None
 
 def test_an_input_that_is_converted_again_is_converted_once() -> None:
     """The repeated first layer and its weight's gradient read one conversion, which lives until the later of the two."""
-
-    class Sum(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.as_tensor(super().forward(x)).sum()
-
     torch.manual_seed(0)
-    model = Sum(nn.Linear(256, 16), nn.Tanh(), nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 8))
+    layers = (nn.Linear(256, 16), nn.Tanh(), nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 8))
+    model = nn.Sequential(*layers, Apply(torch.sum))
     found = chooser_of(model, torch.randn(512, 256))
     ways = found.problem.completed({})
     assert ways is not None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import Apply
+from models import Apply, Residual
 from one_pass import run_pass
 from torch import Tensor, nn
 from torch.fx import Node
@@ -44,22 +44,15 @@ def test_of_a_gated_layer_the_two_factors_are_stored() -> None:
     assert saved(lambda x: F.silu(x[:, :64]) * x[:, 64:], 128) == {"args.0", "addmm"}
 
 
-class Convolved(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(4, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3, padding=1)
-        )
-        nn.init.normal_(self.layers[1].bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+def convolved() -> nn.Module:
+    layers = nn.Conv2d(4, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3, padding=1)
+    nn.init.normal_(layers[1].bias)
+    return nn.Sequential(*layers)
 
 
 def test_the_mask_of_a_relu_is_that_of_forward() -> None:
     """A norm's result computed from 8 bits has another sign in 1 % of places, each of which would change its gradient."""
-    torch.manual_seed(0)
-    model, x = Convolved(), torch.randn(8, 4, 16, 16)
+    model, x = convolved(), torch.randn(8, 4, 16, 16)
     compiled(model, eager_backend("fp8", low_ratio=1.0))(x).sin().sum().backward()
     found = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
@@ -67,15 +60,6 @@ def test_the_mask_of_a_relu_is_that_of_forward() -> None:
     for gradient, p in zip(found, model.parameters(), strict=True):
         if p.grad.norm() > 1e-3:  # not the bias before a norm
             assert float((gradient - p.grad).norm() / p.grad.norm()) < 0.04
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution, self.norm = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x + self.norm(self.convolution(x)))
 
 
 def recomputed(target: object, model: nn.Module, x: Tensor) -> list[Node]:
@@ -95,7 +79,9 @@ def behind(node: Node) -> set[Node]:
 
 def test_a_residual_block_is_not_recomputed_from_the_one_before() -> None:
     """Else backward would compute all of them first, and hold each until its own block."""
-    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), *(Residual() for _ in range(4)), nn.Conv2d(8, 4, 3, padding=1))
+    blocks = [(Residual(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)), nn.ReLU()) for _ in range(4)]
+    between = [layer for block in blocks for layer in block]
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), *between, nn.Conv2d(8, 4, 3, padding=1))
     found = recomputed(torch.ops.aten.relu.default, model, torch.randn(4, 4, 16, 16))
     assert not any(behind(relu) & set(found) for relu in found)
 
@@ -119,7 +105,7 @@ def test_a_norm_between_two_convolutions_is_recomputed_in_bf16() -> None:
 def test_a_peak_budget_that_the_plan_without_one_keeps_changes_nothing() -> None:
     def trained(budget: str | None) -> tuple[list[tuple[str, str, int]], list[Tensor]]:
         torch.manual_seed(0)
-        model, x = Convolved(), torch.randn(8, 4, 16, 16)
+        model, x = convolved(), torch.randn(8, 4, 16, 16)
         step = compiled(model, backend := eager_backend("fp8", low_ratio=None, peak_budget=budget))
         step(x).sin().sum().backward()
         saved = [(row.tensor, row.format, row.bytes) for row in backend.plans[0].saved]
@@ -131,6 +117,6 @@ def test_a_peak_budget_that_the_plan_without_one_keeps_changes_nothing() -> None
 
 
 def test_without_a_budget_too_a_convolutions_two_gradients_are_computed_one_after_the_other() -> None:
-    ran = run_pass("shorten-lives", Convolved(), torch.randn(4, 4, 16, 16))
+    ran = run_pass("shorten-lives", convolved(), torch.randn(4, 4, 16, 16))
     asked = [node.args[-1][:2] for node in ran.nodes(torch.ops.aten.convolution_backward.default)]
     assert asked == [[False, True]] * 2, "of the weights; the input's gradient is a convolution of its own"

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers import assert_bits_equal, compiled, eager_backend, gradients
+from models import Apply, Parts
 from op_by_op import run_op_by_op
 from processors import plan_on
 
@@ -38,24 +39,22 @@ class Convolutions(nn.Sequential):
         super().__init__(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.LeakyReLU())
 
 
-class Gated(nn.Module):
+def gated() -> nn.Module:
     """A piece of what is stored is compared with 0, and another is multiplied."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(32, 16)
+    def gate(x: torch.Tensor) -> torch.Tensor:
+        value, gate = x.chunk(2, -1)
+        return F.leaky_relu(value) * torch.sigmoid(gate)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        value, gate = self.up(x).chunk(2, -1)
-        return self.down(F.leaky_relu(value) * torch.sigmoid(gate))
+    return nn.Sequential(nn.Linear(16, 64), Apply(gate), nn.Linear(32, 16))
 
 
 MODELS: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     "gelu": (lambda: nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), (32, 16), {}),
     "relu": (lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)), (32, 16), {}),
     "convolutions": (Convolutions, (4, 3, 8, 8), {}),
-    "gated": (Gated, (32, 16), {}),
-    "budget": (lambda: nn.Sequential(*(Gated() for _ in range(4))), (256, 16), {"peak_budget": "60%"}),
+    "gated": (gated, (32, 16), {}),
+    "budget": (lambda: nn.Sequential(*(gated() for _ in range(4))), (256, 16), {"peak_budget": "60%"}),
 }
 
 
@@ -137,12 +136,8 @@ def test_16_bits_and_simulation_have_no_scales_of_copies(options: dict[str, str]
 @pytest.mark.parametrize(("bound", "scaled"), [(6, {"args.0", "addmm"}), (0.1, {"args.0"})])
 def test_what_is_compared_with_a_number_near_0_has_no_scale(bound: float, scaled: set[str]) -> None:
     """Scaled down by 3 binades, 0.1 is no normal number of e4m3fn: those beside it are others than without a scale."""
-
-    class Bounded(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.hardtanh(x, 0, bound) * x
-
-    model = nn.Sequential(nn.Linear(16, 64), Bounded(), nn.Linear(64, 16))
+    bounded = Apply(lambda x: F.hardtanh(x, 0, bound) * x)
+    model = nn.Sequential(nn.Linear(16, 64), bounded, nn.Linear(64, 16))
     ran = run_pass("scale-copies", model, torch.randn(32, 16), recipe="fp8", low_ratio=1.0)
     held = {site.id: site.tensor for site in ran.work.book.sites if site.format == "e4m3fn"}
     assert set(held.values()) == {"args.0", "addmm"}, "hardtanh's backward compares its operand with 0 and the bound"
@@ -182,7 +177,6 @@ def errors(activation: type[nn.Module], size: float) -> tuple[dict[str, float], 
 
 
 def test_a_large_activation_still_is_promoted() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
     ours = compiled(model, backend := eager_backend("fp8", low_ratio=1.0))
     for _ in range(3):
@@ -194,21 +188,11 @@ def test_a_large_activation_still_is_promoted() -> None:
 @pytest.mark.parametrize(("largest", "ends"), [(600.0, "scaled"), (3000.0, "scaled"), (30_000.0, "promoted")])
 def test_a_few_outliers_are_clipped_in_no_later_step(largest: float, ends: str, power: int) -> None:
     """Of one channel in 128: fewer elements than `promote_above`, and nearly all of the gradient's norm."""
-    torch.manual_seed(0)
     a, b, x = nn.Linear(64, 128), nn.Linear(128, 16), torch.randn(256, 64)
     with torch.no_grad():
         a.weight[0] *= (largest ** (1 / power)) / float(F.relu(a(x))[:, 0].max())
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = a, b
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = F.relu(self.a(x))
-            return self.b(x if power == 1 else x**power)
-
-    model = Net()
+    model = Parts(lambda m, x: m.b(F.relu(m.a(x)) if power == 1 else F.relu(m.a(x)) ** power), a=a, b=b)
     x[0] *= 1.01  # the largest is not exactly a number of the format
     ours = compiled(model, backend := eager_backend("fp8", low_ratio=1.0))
     model(x).square().sum().backward()
@@ -225,7 +209,6 @@ def test_a_few_outliers_are_clipped_in_no_later_step(largest: float, ends: str, 
 
 
 def test_another_batch_size_begins_with_the_scales_found() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32))
     with torch.no_grad():
         model[0].weight.mul_(1e-4), model[0].bias.zero_()

@@ -7,6 +7,7 @@ import torch
 from coded_products import lower_as_on_sm_100, operands, recorded
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import Parts
 from torch import nn
 
 import fxprec
@@ -84,16 +85,10 @@ class Experts(nn.Module):
         return torch.ops.fxprec.grouped_mm(nn.functional.gelu(hidden), self.down.mT, ends)
 
 
-class Batched(nn.Module):
+def batched():
     """A batch of three products with a parameter."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(3, 128, 64) / 11)
-
-    def forward(self, x):
-        return torch.tanh(x) @ self.weight
+    torch.manual_seed(0)
+    return Parts(lambda m, x: torch.tanh(x) @ m.weight, weight=nn.Parameter(torch.randn(3, 128, 64) / 11))
 
 
 def inputs():
@@ -168,7 +163,7 @@ def test_products_of_codes_have_the_bits_of_decoded_ones(recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_batches_of_products_are_groups_of_equal_size(recipe, rows):
     torch.manual_seed(1)
-    halves = recorded(RECIPES[recipe], Batched(), torch.randn(3, rows, 128, requires_grad=True))
+    halves = recorded(RECIPES[recipe], batched(), torch.randn(3, rows, 128, requires_grad=True))
     assert sum(bits_of_codes(half, find_blocks("mxfp8")) for half in halves.values()) == (
         1 if recipe == "forward alone" else 3
     )

@@ -19,6 +19,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from counted_tensors import tensor
 from helpers import eager_backend
+from models import Parts
 
 from fxprec.errors import FallbackError, FxprecWarning
 from fxprec.passes.analysis.sizes import Range, budget_note, order_notes
@@ -156,15 +157,10 @@ def test_two_hundred_groups_cost_little():
     assert time.process_time() - start < 2
 
 
-class Attention(nn.Module):
+def attention() -> nn.Module:
     """(batch, sequence, 8) to the same: scores that grow with the square of the sequence, beside a wide layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x))) * (torch.softmax(x @ x.transpose(1, 2), -1) @ x)
+    layers = {"up": nn.Linear(8, 64), "down": nn.Linear(64, 8)}
+    return Parts(lambda m, x: m.down(m.up(x).relu()) * (torch.softmax(x @ x.transpose(1, 2), -1) @ x), **layers)
 
 
 def train(*, most: int | None = None, storage: str = "native", **options: object):
@@ -172,7 +168,7 @@ def train(*, most: int | None = None, storage: str = "native", **options: object
     backend = eager_backend("fp8", storage=storage, **options)
     x = torch.randn(2, 12, 8)
     torch._dynamo.mark_dynamic(x, 1, **({} if most is None else {"min": 2, "max": most}))
-    torch.compile(Attention(), backend=backend)(x).sum().backward()
+    torch.compile(attention(), backend=backend)(x).sum().backward()
     return backend.plans[0]
 
 
@@ -213,23 +209,16 @@ def test_the_budget_of_a_simulation_is_that_of_what_codes_would_take():
         train(low_ratio=None, activation_budget=budget, storage="simulate", most=1000)
 
 
-class Warm(nn.Module):
+def warm() -> nn.Module:
     """Two layers, and a factor made of an int that changes from step to step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
-        return self.b(torch.relu(self.a(x))) * (step * 0.1)
+    return Parts(lambda m, x, step: m.b(m.a(x).relu()) * (step * 0.1), a=nn.Linear(64, 64), b=nn.Linear(64, 64))
 
 
 @pytest.mark.parametrize("options", [{}, {"peak_budget": "100%"}, {"activation_budget": 40_000}])
 @pytest.mark.parametrize("recipe", ["bf16", "fp8"])
 def test_an_int_that_changes_is_no_size(recipe: str, options: dict[str, object]) -> None:
     """torch gives the int of forward no bounds, neither above nor below."""
-    torch._dynamo.reset()
-    model, backend = Warm(), eager_backend(recipe, **options)
+    model, backend = warm(), eager_backend(recipe, **options)
     step = torch.compile(model, backend=backend)
     for i in (1, 2, 5, -3):
         x = torch.randn(64, 64)
@@ -246,7 +235,7 @@ def test_a_slice_up_to_an_int_has_a_size_without_bounds() -> None:
         "order of groups 0 and 1 depends on s0: group 1 is larger up to s0 = -129"
     ]
     assert notes([0, 1], s0**2 + 1, 0, ranges=endless) == []
-    model, backend = Warm(), eager_backend("fp8", activation_budget=10_000)
+    model, backend = warm(), eager_backend("fp8", activation_budget=10_000)
     torch._dynamo.reset()
     step = torch.compile(lambda x, n: model(x[:n], 1).sum(), backend=backend)
     step(torch.randn(64, 64), 3).backward()
@@ -256,7 +245,6 @@ def test_a_slice_up_to_an_int_has_a_size_without_bounds() -> None:
 
 def test_a_jagged_dimension_is_no_size() -> None:
     """It stands for a tensor of lengths, and torch knows no range of it."""
-    torch.compiler.reset()
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged)
     found = torch.compile(model, backend="fxprec", options={"recipe": "fp8", "lowering": "eager"})(x)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Apply, Parts, Residual
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,24 +32,14 @@ class OwnBackward(torch.autograd.Function):
         return grad * {"sine": torch.sin(30 * x), "square": 3 * x * x, "step": torch.round(10 * x + 2)}[ctx.kind], None
 
 
-class WithOwnBackward(nn.Module):
-    def __init__(self, kind: str, *, relu: bool) -> None:
-        super().__init__()
-        self.kind, self.relu, self.enter, self.leave = kind, relu, nn.Linear(16, 32), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        return self.leave(OwnBackward.apply(x.relu() if self.relu else x, self.kind))
-
-
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize(("kind", "reader"), [("sine", "sin"), ("step", "round"), ("square", ""), ("clamped", "")])
 def test_what_a_backward_of_the_models_own_computes_from_a_value_counts_as_its_reader(
     kind: str, reader: str, relu: bool
 ) -> None:
-    torch.manual_seed(0)
-    model, x = WithOwnBackward(kind, relu=relu), torch.randn(64, 16)
+    own = Apply(lambda x: OwnBackward.apply(x.relu() if relu else x, kind))
+    model, x = nn.Sequential(nn.Linear(16, 32), own, nn.Linear(32, 8)), torch.randn(64, 16)
     ours = compiled(model, backend := eager_backend("fp8", low_ratio=1.0))
     ours(x).square().sum().backward()
     (plan,) = backend.plans
@@ -94,7 +85,6 @@ class Nearby(nn.Module):
 @pytest.mark.parametrize("budget", [None, "92%"])
 @pytest.mark.parametrize("kind", [*LOSSES, "flip"])
 def test_a_difference_of_nearly_equal_values_has_the_error_of_16_bits(kind: str, budget: str | None) -> None:
-    torch.manual_seed(0)
     model, x = Nearby(kind), torch.randn(64, 16)
     model(x).backward()
     wanted = gradients(model)
@@ -111,21 +101,11 @@ def test_a_difference_of_nearly_equal_values_has_the_error_of_16_bits(kind: str,
         assert error < errors["bf16"][name] + 0.05, name
 
 
-class Residual(nn.Module):
-    """An autoencoder whose output is its input, nearly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.mse_loss(x + 0.01 * self.layers(x), x)
-
-
 @pytest.mark.parametrize("budget", [None, "92%"])
 def test_an_input_that_the_loss_reads_too_keeps_its_own_dtype(budget: str | None) -> None:
-    torch.manual_seed(0)
-    model, x = Residual(), torch.randn(64, 16)
+    """An autoencoder whose output is its input, nearly."""
+    layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    model, x = Parts(lambda m, x: F.mse_loss(x + 0.01 * m.layers(x), x), layers=layers), torch.randn(64, 16)
     model(x).backward()
     wanted = gradients(model)
     model.zero_grad()
@@ -139,42 +119,27 @@ def test_an_input_that_the_loss_reads_too_keeps_its_own_dtype(budget: str | None
 
 def test_a_layer_that_the_loss_only_passes_through_keeps_its_8_bits() -> None:
     """The last sum of a residual stream leads to the loss; its backward reads neither summand."""
-
-    class Stream(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.enter, self.more = nn.Linear(16, 64), nn.Linear(64, 64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = F.gelu(self.enter(x))
-            return (h + self.more(h)).square().mean()
-
-    compiled(Stream(), backend := eager_backend("fp8", low_ratio=1.0))(torch.randn(64, 16)).backward()
+    layers = (nn.Linear(16, 64), nn.GELU(), Residual(nn.Linear(64, 64)))
+    stream = nn.Sequential(*layers, Apply(lambda x: x.square().mean()))
+    compiled(stream, backend := eager_backend("fp8", low_ratio=1.0))(torch.randn(64, 16)).backward()
     (plan,) = backend.plans
     assert not any("a loss's backward reads it" in site.why for site in plan.sites)
     assert next(site for site in plan.sites if site.tensor == "addmm").format == "e4m3fn"
 
 
-class Deltas(nn.Module):
-    """(batch, frames, 16): a layer reads the differences of adjacent frames' features, another the features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.of_deltas, self.leave = nn.Linear(16, 64), nn.Linear(64, 8), nn.Linear(64, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.enter(x)
-        return self.of_deltas(F.gelu((h[:, 1:] - h[:, :-1]) * 30)).square().mean() + self.leave(F.gelu(h)).mean()
-
-
 @pytest.mark.parametrize("budget", [None, "95%"])
 def test_differences_of_parts_of_one_value_are_not_computed_from_its_8_bit_copy(budget: str | None) -> None:
-    torch.manual_seed(0)
-    model = Deltas()
+    """A layer reads the differences of adjacent frames' features, another the features."""
+    enter, of_deltas, leave = nn.Linear(16, 64), nn.Linear(64, 8), nn.Linear(64, 8)
+
+    def both(m: Any, h: Tensor) -> Tensor:
+        return m.of_deltas(F.gelu((h[:, 1:] - h[:, :-1]) * 30)).square().mean() + m.leave(F.gelu(h)).mean()
+
+    model = nn.Sequential(enter, Parts(both, of_deltas=of_deltas, leave=leave))
     x = torch.randn(8, 1, 16) + 0.02 * torch.randn(8, 16, 16).cumsum(1)
     model(x).backward()
-    wanted = gradients(model)["of_deltas.weight"]
+    wanted = gradients(model)["1.of_deltas.weight"]
     model.zero_grad()
     budgets = {} if budget is None else {"peak_budget": budget}
     compiled(model, eager_backend("fp8", low_ratio=None, **budgets))(x).backward()
-    assert float((gradients(model)["of_deltas.weight"] - wanted).norm() / wanted.norm()) < 0.3
+    assert float((gradients(model)["1.of_deltas.weight"] - wanted).norm() / wanted.norm()) < 0.3

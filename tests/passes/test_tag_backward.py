@@ -13,6 +13,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers import assert_bits_equal, compiled, eager_backend, gradients, recorded_works
+from models import Parts
 
 from fxprec.passes.analysis.joint import is_backward
 
@@ -34,20 +35,11 @@ class Squared(torch.autograd.Function):
         return dy @ weight.T, x.T @ dy
 
 
-class Model(nn.Module):
-    """(16, 32) to the same: a layer, the custom function, a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.weight = nn.Linear(32, 32), nn.Linear(32, 32), nn.Parameter(torch.randn(32, 32) / 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(Squared.apply(self.first(x), self.weight))
-
-
 def trained(backend: Any) -> tuple[dict[str, Tensor], Any]:
     torch.manual_seed(0)
-    model, x = Model(), torch.randn(16, 32)
+    layers = {"first": nn.Linear(32, 32), "last": nn.Linear(32, 32), "weight": nn.Parameter(torch.randn(32, 32) / 6)}
+    model = Parts(lambda m, x: m.last(Squared.apply(m.first(x), m.weight)), **layers)
+    x = torch.randn(16, 32)
     with recorded_works() as works:
         compiled(model, backend)(x).square().mean().backward()
     return gradients(model), works

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import torch
+from command_line import exit_code
 from torch import nn
 
-from fxprec import cli
 from fxprec.testing import page, verify, verify_training
 from tests.testing.kit_projects import MODEL, THREE_LINES
 
@@ -229,9 +229,7 @@ def test_ci_prints_a_workflow_and_refuses_what_is_no_path(capsys):
         ),
         (["ci", "--tests", "$(rm)"], 2, "fxprec: error: --tests is '$(rm)'; give letters, digits"),
     ):
-        with pytest.raises(SystemExit) as end:
-            cli.main(arguments)
+        assert exit_code(*arguments) == code
         said = capsys.readouterr()
-        assert int(end.value.code or 0) == code
         assert words in (said.err if code else said.out)
         assert "{{" not in said.out
