@@ -60,8 +60,7 @@ def _choose(work: Work) -> None:
         work.notices.append(_holds_more(share, fit, default))
     Rewrite(work, needs, fit).rewrite()
     work.has_crossings = True
-    _record_blocks(work, needs, fit)
-    _record_copies(work, needs, fit)
+    _record(work, needs, fit)
 
 
 def _holds_more(share: float, fit: Fit, default: Fit) -> Notice:
@@ -77,15 +76,22 @@ WHY_RECOMPUTED = f"{UNREAD}: it is recomputed in backward, which takes less time
 WHY_KEPT = f"{UNREAD}: backward reads the value itself as well"
 
 
-def _record_blocks(work: Work, needs: Needs, fit: Fit) -> None:
-    """Write into the sites which values are stored in blocks, or why they are not."""
-    sites = work.book.sites
+def _record(work: Work, needs: Needs, fit: Fit) -> None:
+    """Update the sites of values that are kept in another form than their row says, or recomputed."""
+    sites, hi = work.book.sites, work.settings.recipe.hi
+    repeated = {node for node, _ in fit.replay.repeated}
     for node, row in needs.rows.items():
         form, why = fit.replay.kept.get(node), needs.why_refused(node)
         if isinstance(form, Blocks):
-            sites[row] = replace(sites[row], saved_as=form.format.name)
+            sites[row] = replace(sites[row], saved_as=form.way)
         elif why and not sites[row].why:
             sites[row] = replace(sites[row], why=why)
+        if isinstance(form, Low) and sites[row].is_unread:
+            sites[row] = replace(sites[row], format=form.format.name, reads="backward", why="", unread=False)
+        elif isinstance(form, Own) and parse(sites[row].format).bits < hi.bits:
+            work.book.leave_high(row, WHY_KEPT)
+        elif form is None and node in repeated:
+            work.book.leave_high(row, WHY_RECOMPUTED)
     _notice_wanted_blocks(work, {row: needs.refused.get(node, {}) for node, row in needs.rows.items()})
 
 
@@ -102,20 +108,6 @@ def _notice_wanted_blocks(work: Work, refused: Mapping[int, Mapping[str, str]]) 
             why = "no 8-bit copy of it is saved for backward alone" + (f", since {site.why}" if site.why else "")
         detail = f"sites[{site.id}].saved_as of the given plan is {name!r}, and it stays in {site.format}: {why}"
         work.notices.append(Notice(f"{site.tensor} ({site.module})" if site.module else site.tensor, detail))
-
-
-def _record_copies(work: Work, needs: Needs, fit: Fit) -> None:
-    """Update the sites of values that are now kept in another form than their row says, or recomputed."""
-    sites, hi = work.book.sites, work.settings.recipe.hi
-    repeated = {node for node, _ in fit.replay.repeated}
-    for node, row in needs.rows.items():
-        form = fit.replay.kept.get(node)
-        if isinstance(form, Low) and sites[row].is_unread:
-            sites[row] = replace(sites[row], format=form.format.name, reads="backward", why="", unread=False)
-        elif isinstance(form, Own) and parse(sites[row].format).bits < hi.bits:
-            work.book.leave_high(row, WHY_KEPT)
-        elif form is None and node in repeated:
-            work.book.leave_high(row, WHY_RECOMPUTED)
 
 
 def _fit_peak(work: Work) -> None:

@@ -15,7 +15,6 @@ from fxprec.passes.crossings.costs import Rates
 from fxprec.passes.crossings.moments import Fit
 from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.crossings.overlap import overlap
-from fxprec.passes.forms.blocks import Blocks
 from fxprec.passes.forms.host import OnHost
 from fxprec.plan.rows import PeakBytes, Site
 
@@ -55,12 +54,7 @@ def _form_of(needs: Needs, node: Node, site: Site) -> Form:
         if site.saved_as and not is_promoted:
             raise PlanError(_cannot_move(entry, f"in {site.saved_as} it stays on the device"))
         return _moved(found, entry)
-    if (
-        site.way == "narrow"
-        and site.saved_as
-        and not is_promoted
-        and not any(isinstance(form, Blocks) for form in found)
-    ):
+    if site.way == "narrow" and site.saved_as and not is_promoted and all(form.way != site.saved_as for form in found):
         why = needs.refused.get(node, {}).get(site.saved_as, "backward also reads the value itself")
         raise PlanError(
             f"sites[{site.id}].saved_as ({site.tensor}) of the given plan is {site.saved_as!r}: {site.saved_as} cannot "
@@ -91,7 +85,7 @@ def _refuse_sources(needs: Needs, repeated: Node, kept: Mapping[Node, Form]) -> 
     for source in map(needs.step.undecoded, repeated.all_input_nodes):
         form = kept.get(source)
         if form is not None and Demand.RECOMPUTE_LOW not in form.serves and repeated not in needs.step.decoded:
-            kept_as = f"in {form.format.name}" if isinstance(form, Blocks) else form.counted
+            kept_as = f"in {form.way}" if form.way else form.counted
             raise PlanError(
                 f"the given plan keeps {source.name} {kept_as}, and recomputes {repeated.name} from it, whose error "
                 "would not average out; keep one of the two in 8 bits or more"
