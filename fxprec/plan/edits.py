@@ -33,7 +33,7 @@ def _switched(site: Site, group: Group, plan: Plan) -> Site:
         return site
     fmt, (high, low) = parse(site.format), (plan.recipe.format_of(site.kind, low=is_low) for is_low in (False, True))
     if fmt.has_numbers_of(low) or fmt.has_numbers_of(high):
-        return replace(site, format=(low if group.low else high).name, why="", unread=False, saved_as="")
+        return replace(site, format=(low if group.low else high).name, why="", unread=False, saved_as="", form="")
     if group.low != (fmt.bits < high.bits):
         raise PlanError(
             f"groups[{group.id}].low was set to {str(group.low).lower()} and sites[{site.id}].format ({site.tensor}) "

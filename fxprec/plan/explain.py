@@ -109,7 +109,7 @@ def _shared(peak: PeakBytes) -> str:
 
 def _way(site: Site) -> str:
     has_format = site.way in ("narrow", "offload")
-    return WAYS_SAID[site.way] + (f" in {site.stored_as}" if has_format else "")
+    return WAYS_SAID[site.way] + (f" in {site.held_as}" if has_format else "")
 
 
 _TAKEN = {
@@ -129,7 +129,7 @@ def _estimated(half: HalfLowering) -> str:
 
 def _site(plan: Plan, site: Site) -> list[str]:
     about = place(site.kind, f"site {site.id}", site.shape, site.module, site.source)
-    head = f"{named(site.tensor, about)}: {site.stored_as}"
+    head = f"{named(site.tensor, about)}: {site.held_as}"
     return [one_line(head), *(f"  {one_line(reason)}" for reason in reasons(plan, site))]
 
 
@@ -212,6 +212,8 @@ def _of_readers(plan: Plan, site: Site) -> list[str]:
         return ["GEMMs multiply the codes of the stored copy, and backward reads it; all else reads the value itself"]
     if site.reads == "all":
         return ["every reader gets this one value: there is no second copy"]
+    if site.form:
+        return [f"backward reads what {site.form!r} makes of the value, and no copy in {site.format}"]
     if site.saved_as:
         blocks = find_blocks(site.saved_as)
         said = (

@@ -33,8 +33,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON data: fields of the whole plan first, then the tables.
 
     Some keys are optional. ``grouping`` is omitted if it is the default, ``reads`` in storage ``simulate``. A site's
-    ``why``, ``unread``, ``saved_as`` and a GEMM's block formats are omitted if empty. ``peak_bytes`` and ``way`` need
-    a peak budget, ``whole_step`` a step budget, ``lowering`` a choice, ``saved`` a partitioned graph.
+    ``why``, ``unread``, ``saved_as``, ``form`` and a GEMM's block formats are omitted if empty. ``peak_bytes`` and
+    ``way`` need a peak budget, ``whole_step`` a step budget, ``lowering`` a choice, ``saved`` a partitioned graph.
     """
     head = {
         "schema": plan.schema,
@@ -57,7 +57,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         **({} if plan.lowering is None else {"lowering": _given(asdict(plan.lowering))}),
         "saved_bytes": None if plan.saved_bytes is None else asdict(plan.saved_bytes),
     }
-    sites = [_row(row, ("why", "unread", "saved_as", "way")) for row in plan.sites]
+    sites = [_row(row, ("why", "unread", "saved_as", "form", "way")) for row in plan.sites]
     for site in sites if plan.storage == "simulate" else ():
         del site["reads"]
     gemms = [_row(row, (*PRODUCTS, "operands_why")) for row in plan.gemms]

@@ -239,7 +239,7 @@ class Plan:
 def _promoted(site: Site, step: int, hi: str) -> Site:
     if site.promoted_at is not None or site.format == hi:
         return site
-    return replace(site, format=hi, promoted_at=step, saved_as="")
+    return replace(site, format=hi, promoted_at=step, saved_as="", form="")
 
 
 def saved_low_share(plans: Sequence[Plan]) -> float:

@@ -116,11 +116,23 @@ class Site:
     """Whether ``why`` is that nothing would read a low copy. The group is low, and another compilation may read one."""
     saved_as: BlockFormatName = ""
     """Name of the block format in which backward's copy is stored; ``""`` if the copy is in ``format``."""
+    form: str = ""
+    """Name of the way (`Config.ways`) that encodes backward's copy if the copy is in no format; mostly ``""``."""
 
     @property
     def stored_as(self) -> str:
         """The name of the format of the stored copy."""
         return self.saved_as or self.format
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the stored copy is in ``format``."""
+        return not (self.saved_as or self.form)
+
+    @property
+    def held_as(self) -> str:
+        """The name of the way that encodes the stored copy, or of its format."""
+        return self.form or self.stored_as
 
     @property
     def order(self) -> tuple[bool, int]:

@@ -13,7 +13,8 @@ from fxprec.plan.lines import one_line, place
 
 _VERSIONS = {"fxprec", "torch", "schema"}
 _TABLES = ("gemms", "groups", "sites")
-_SAID = {"format", "saved_as", "promoted_at", "why", "unread"}  # fields of a site that are reported in another line
+_SAID = {"format", "saved_as", "form", "promoted_at", "why", "unread"}
+"""Fields of a site that are reported in another line."""
 _SHOWN = 20
 _Row = dict[str, Any]
 _NAMES: dict[str, Callable[[_Row], str]] = {
@@ -46,7 +47,7 @@ def moves(a: Plan, b: Plan) -> list[Move]:
             continue
         has_other_way = other.way != site.way
         more = _waiting(b, other) - _waiting(a, site) if has_other_way else _bytes(other) - _bytes(site)
-        if other.stored_as != site.stored_as or (has_other_way and more):
+        if other.held_as != site.held_as or (has_other_way and more):
             found.append(Move(site, other, more, _why(a, b, site, other)))
     return found
 
@@ -77,7 +78,7 @@ def held_as(site: Site) -> str:
     """Return how a site's tensor gets to backward: its format, and where it is if not in the device's memory."""
     if site.way == "recompute":
         return WAYS_SAID[site.way]
-    return f"{site.stored_as} {WAYS_SAID[site.way]}" if site.way == "offload" else site.stored_as
+    return f"{site.held_as} {WAYS_SAID[site.way]}" if site.way == "offload" else site.held_as
 
 
 def _changed(before: object, after: object) -> str:

@@ -84,6 +84,11 @@ class Form(ABC):
         """Yield the forms of this class in which a value may be kept."""
 
     @classmethod
+    def is_asked(cls, work: Work) -> bool:
+        """Return whether values are to be offered such a form. A given plan may name any."""
+        return not cls.ways or work.given is not None or not set(cls.ways).isdisjoint(work.settings.ways)
+
+    @classmethod
     def is_used_at_any_cost(cls, work: Work) -> bool:
         """Return whether a value that may have such a form has it, whatever it costs."""
         return False
@@ -145,4 +150,4 @@ def rounding_error(fmt: AnyFormat) -> float:
 def row_of(site: Site, way: WayName, fmt: str, why: str) -> Site:
     """Return the plan's row of a value that backward gets in the way ``way``."""
     reads = "backward" if way == "narrow" else site.reads
-    return replace(site, way=way, format=fmt, reads=reads, why=why, unread=False, saved_as="")
+    return replace(site, way=way, format=fmt, reads=reads, why=why, unread=False, saved_as="", form="")

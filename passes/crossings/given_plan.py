@@ -54,11 +54,12 @@ def _form_of(needs: Needs, node: Node, site: Site) -> Form:
         if site.saved_as and not is_promoted:
             raise PlanError(_cannot_move(entry, f"in {site.saved_as} it stays on the device"))
         return _moved(found, entry)
-    if site.way == "narrow" and site.saved_as and not is_promoted and all(form.way != site.saved_as for form in found):
-        why = needs.refused.get(node, {}).get(site.saved_as, "backward also reads the value itself")
+    name, entered = site.form or site.saved_as, "form" if site.form else "saved_as"
+    if site.way == "narrow" and name and not is_promoted and all(form.way != name for form in found):
+        why = needs.refused.get(node, {}).get(name, "backward also reads the value itself")
         raise PlanError(
-            f"sites[{site.id}].saved_as ({site.tensor}) of the given plan is {site.saved_as!r}: {site.saved_as} cannot "
-            f"hold it: {why}; take saved_as out, or plan again"
+            f"sites[{site.id}].{entered} ({site.tensor}) of the given plan is {name!r}: {name} cannot hold it: {why}; "
+            f"take {entered} out, or plan again"
         )
     if not found:
         raise PlanError(

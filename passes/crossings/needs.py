@@ -191,7 +191,7 @@ def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
 def _forms_of(value: Candidate) -> tuple[Form, ...]:
     found = list[Form]()
     for kind in FORMS:
-        found += kind.offers(value)
+        found += kind.offers(value) if kind.is_asked(value.work) else ()
         if any(form.replaces_value for form in found):
             break
     return tuple(found)

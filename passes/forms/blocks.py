@@ -16,7 +16,7 @@ from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.block_copies import wanted_block_formats
 from fxprec.passes.analysis.joint import is_dense, memory_order, tensor_of
 from fxprec.passes.analysis.replay.kernels import Kind
-from fxprec.passes.analysis.ways import rounding_error, row_of
+from fxprec.passes.analysis.ways import Demand, rounding_error, row_of
 from fxprec.passes.base import Work
 from fxprec.passes.forms.candidate import Candidate
 from fxprec.passes.forms.encoded import Encoded
@@ -34,6 +34,7 @@ class Blocks(Encoded):
     row_format: Format
     """The format in the value's row of the plan, whose ``saved_as`` names the block format."""
 
+    serves = frozenset({Demand.READ, Demand.READ_LOW})
     counted = "in blocks"
     options = frozenset({"blocks"})
     ways = BLOCK_WAYS
@@ -53,6 +54,10 @@ class Blocks(Encoded):
         if not found:
             value.refused |= {fmt.name: why for fmt, why in reasons.items() if why}
         yield from found
+
+    @classmethod
+    def is_asked(cls, work: Work) -> bool:
+        return super().is_asked(work) or work.settings.recipe.saved is not None
 
     @classmethod
     def is_used_at_any_cost(cls, work: Work) -> bool:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
 
 from fxprec.ir.symbolic import Dequantize
-from fxprec.passes.analysis.ways import Demand, Form
+from fxprec.numerics.blocks import AnyFormat
+from fxprec.passes.analysis.ways import Demand, Form, row_of
 from fxprec.passes.forms.stage import Emitter, Stage
+from fxprec.plan.rows import Site
 
 
 class Encoded(Form):
     """A copy made by `encode` in place of the cast that stored one, and read back by `decode`.
 
-    Only backward reads it, and no other value is recomputed from it. It is offered for values with one cast.
+    Only backward reads it, and no other value is recomputed from it. It is offered for values with one cast. In the
+    value's row of the plan ``form`` is its way, and ``format`` is the format of the copy that the row had.
     """
 
-    serves = frozenset({Demand.READ, Demand.READ_LOW})
+    serves = frozenset({Demand.READ_LOW})
+    format: AnyFormat
 
     @abstractmethod
     def encode(self, value: Node, cast: Node, stage: Stage, emit: Emitter) -> Sequence[Node]:
@@ -38,3 +43,9 @@ class Encoded(Form):
             stage.graph.erase_node(read)
         stage.graph.erase_node(cast)
         del stage.casts[value]
+
+    def plan_row(self, site: Site, value: Node, stage: Stage) -> Site:
+        return replace(row_of(site, "narrow", self.format.name, ""), form=self.way)
+
+    def matches_row(self, site: Site) -> bool:
+        return site.way == "narrow" and site.form == self.way and site.promoted_at is None

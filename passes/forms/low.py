@@ -41,4 +41,4 @@ class Low(Form):
         return row_of(site, "narrow", self.format.name, stage.needs.why_refused(value))
 
     def matches_row(self, site: Site) -> bool:
-        return site.way == "narrow" and not site.saved_as and site.promoted_at is None
+        return site.way == "narrow" and site.has_codes and site.promoted_at is None

@@ -37,7 +37,7 @@ class WatchedRows:
 def rows_of(plan: Plan, scales: ScaleGraph | None, settings: Settings) -> WatchedRows:
     """Return what a plan's code does with each row."""
     watched = frozenset(
-        s.id for s in plan.sites if _can_lose(s, settings) or (settings.counts_while_rounding and not s.saved_as)
+        s.id for s in plan.sites if _can_lose(s, settings) or (settings.counts_while_rounding and s.has_codes)
     )
     inlines = not settings.is_simulated and not settings.counts_while_rounding
     if scales is None:
@@ -59,7 +59,7 @@ def rows_of(plan: Plan, scales: ScaleGraph | None, settings: Settings) -> Watche
 
 def _can_lose(site: Site, settings: Settings) -> bool:
     """Return whether a site can overflow where ``hi`` cannot, or turn a NaN into a number."""
-    if site.saved_as:
+    if not site.has_codes:
         return False  # blocks have scales of their own, and inf and NaN show in their whole block
     fmt = parse(site.format)
     if settings.storage == "packed" and fmt.nan_code is None:
