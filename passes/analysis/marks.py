@@ -30,6 +30,8 @@ class Marks:
     """Whether a collective has not delivered the value yet."""
     has_scaled_channels: bool = False
     """Whether this is a weight times smooth-swiglu's powers of two, which passes treat as a view of the weight."""
+    encodes: tuple[int, int] | None = None
+    """The site and the elements of the value that a form encoded in this tensor; no elements for a second tensor."""
     dumped: tuple[CountedTensor, ...] = ()
     """The tensors that ``dump_tensors`` names and whose value this is."""
     carried: int | None = None

@@ -152,8 +152,9 @@ def _on_device(row: SavedTensor) -> int:
 
 def _saved_tensor(node: Node, plan: Plan, joint: JointGraph) -> SavedTensor:
     """Return the plan's row of one storage."""
-    cast, size = Quantize.match(node), bytes_of(tensor_of(node))
-    site = plan.sites[cast.row] if cast is not None and cast.row > AS_STORED else None
+    cast, size, encoded = Quantize.match(node), bytes_of(tensor_of(node)), marks(node).encodes
+    row = cast.row if cast is not None and cast.row > AS_STORED else encoded[0] if encoded is not None else None
+    site = None if row is None else plan.sites[row]
     source = _copied(node)
     given = joint.describe(source) if source.op == "placeholder" else None
     elements = _elements(node) if _holds_floats(node) else 0
@@ -213,12 +214,15 @@ def _is_view(target: object) -> bool:
 
 
 def _holds_floats(node: Node) -> bool:
-    return tensor_of(node).dtype.is_floating_point or node.target in (QUANTIZE, TRANSPOSED)
+    is_float = tensor_of(node).dtype.is_floating_point
+    return is_float or node.target in (QUANTIZE, TRANSPOSED) or marks(node).encodes is not None
 
 
 def _elements(node: Node) -> int:
     """Return the elements of the tensor that a storage has; a tensor's scale has none."""
-    cast = Quantize.match(node)
+    cast, encoded = Quantize.match(node), marks(node).encodes
+    if encoded is not None:
+        return encoded[1]
     if cast is not None and is_in_blocks(cast.format):
         return numel_hint(tensor_of(cast.x))
     return 0 if node.target is TENSOR_SCALE else numel_hint(tensor_of(node))

@@ -5,12 +5,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 
 import torch
 from torch.fx import Node
 
-from fxprec.ir.symbolic import Dequantize
+from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.numerics.blocks import AnyFormat
+from fxprec.passes.analysis.joint import numel_hint, tensor_of
+from fxprec.passes.analysis.marks import mark
 from fxprec.passes.analysis.ways import Demand, Form, row_of
 from fxprec.passes.forms.stage import Emitter, Stage
 from fxprec.plan.rows import Site
@@ -37,6 +40,8 @@ class Encoded(Form):
     def store(self, value: Node, stage: Stage) -> None:
         (cast,) = stage.casts[value]
         saved = self.encode(value, cast, stage, Emitter(cast, backward=False))
+        for tensor, elements in zip(saved, chain([numel_hint(tensor_of(value))], repeat(0)), strict=False):
+            mark(tensor, encodes=(Quantize.of(cast).row, elements))
         for read, call in list(Dequantize.among(cast.users)):
             if read.users:
                 read.replace_all_uses_with(self.decode(saved, value, call.dtype, Emitter(read, backward=True)))

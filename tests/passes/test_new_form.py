@@ -123,6 +123,8 @@ def test_a_form_is_added_by_its_class_and_two_names(layers: nn.Sequential, tmp_p
     assert {site.way for site in few} == {"narrow"}
     assert any(f"{len(few)} in a quarter of their rows" in note for note in plan.notes)
     assert saved.count((128, 64)) == len(few), "what the form encodes is saved, not what it decodes"
+    rows = [row for row in plan.saved if row.site in {site.id for site in few}]
+    assert [(row.tensor, row.elements, row.bytes) for row in rows] == [(s.tensor, 512 * 64, 128 * 64 * 2) for s in few]
     head, *reasons = explain(plan, few[0].tensor)
     assert head.endswith(f": {WAY}")
     assert f"  backward reads what {WAY!r} makes of the value, and no copy in e4m3fn" in reasons
