@@ -59,7 +59,7 @@ def main() -> None:
 
 def compare(name: str, sides: Sequence[str]) -> None:
     """Measure the sides that today's result file of a network lacks; keep each as it is done, and the picture."""
-    processor = machine.describe()["processor"]
+    processor = machine.describe()["processor"].partition(":")[0]
     result = f"memory-{name}" if "bf16" in processor else f"memory-{name}-{processor}"
     path = machine.RESULTS / f"{datetime.date.today().isoformat()}-{result}.json"
     rows = {row["side"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
