@@ -46,7 +46,7 @@ def test_a_call_without_a_device_is_seen() -> None:
 
 
 def trained(steps: int, **options: object) -> tuple[list[torch.Tensor], fxprec.Backend]:
-    """Return the gradients of some steps, in the first of which a tensor is promoted."""
+    """Return the gradients of some steps. In the third a tensor is promoted: it overflows without a scale, too."""
     torch.compiler.reset()
     generator = torch.Generator("cpu").manual_seed(0)
     layers = nn.Linear(32, 64, device="cpu"), nn.Linear(64, 8, device="cpu")
@@ -56,7 +56,7 @@ def trained(steps: int, **options: object) -> tuple[list[torch.Tensor], fxprec.B
     backend = fxprec.Backend(fxprec.Config.from_options({"recipe": "fp8", "lowering": "eager", **options}))
     compiled = torch.compile(model, backend=backend)
     for i in range(steps):
-        x = torch.randn(16, 32, generator=generator, device="cpu") * (1e6 if i == 1 else 1)
+        x = torch.randn(16, 32, generator=generator, device="cpu") * (1e6 if i else 1)
         compiled(x).square().mean().backward()
     found = [p.grad for p in model.parameters() if p.grad is not None]
     with torch.no_grad():
