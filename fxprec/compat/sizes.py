@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import sympy
 import torch
 from torch._inductor import config
@@ -23,8 +25,8 @@ def traced_size(size: int | torch.SymInt) -> int:
     hint = size.node.hint
     if hint is not None:
         return int(hint)
-    environment, expr = size.node.shape_env, size.node.expr
-    known = environment.backed_var_to_val
+    environment: Any = size.node.shape_env  # in torch 2.14 None as well, by its type
+    known, expr = environment.backed_var_to_val, size.node.expr
     return int(expr.xreplace({s: known[s] if s in known else _assumed(environment, s)[0] for s in expr.free_symbols}))
 
 
@@ -32,7 +34,7 @@ def guessed_sizes(size: int | torch.SymInt) -> dict[str, int]:
     """Return the symbols in a size that nothing bounds and the data decides, with the values assumed for them."""
     if not isinstance(size, torch.SymInt) or size.node.hint is not None:
         return {}
-    environment = size.node.shape_env
+    environment: Any = size.node.shape_env
     unknown = size.node.expr.free_symbols - environment.backed_var_to_val.keys()
     found = {str(symbol): _assumed(environment, symbol) for symbol in unknown}
     return {name: int(value) for name, (value, is_bounded) in found.items() if not is_bounded}
