@@ -68,6 +68,7 @@ def trained(body: Body, backend: fxprec.Backend | None, numbers: list[Tensor], x
 @pytest.mark.parametrize(("between", "number", "options"), CASES)
 def test_gradients_are_those_of_the_uncompiled_model(between, number: int, options: dict[str, object]) -> None:
     """Grouping failed with "Could not extract specialized integer from data-dependent expression u0"."""
+    torch.manual_seed(0)
     body, x = Body(between), torch.randn(256, 16)
     numbers = [torch.tensor(number), torch.tensor(number // 2)]
     backend = eager_backend("fp8", **options)
@@ -80,6 +81,8 @@ def test_gradients_are_those_of_the_uncompiled_model(between, number: int, optio
 
 
 def test_a_batch_that_is_marked_unbacked_has_one_plan() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
     backend = eager_backend("fp8")
     net = torch.compile(model, backend=backend)
@@ -101,12 +104,23 @@ def test_what_bounds_a_size_is_what_a_budget_counts() -> None:
         trained(Body(repeated), eager_backend("fp8", peak_budget="100%", strict=True), [number], x)
 
 
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x)))
+
+
 def test_linear_layers_of_jagged_tensors_save_8_bits() -> None:
     """A jagged tensor's linear layer is one operator for autograd: the transposed weight and the product share a number.
 
     Backward's nodes were given to the transpose, so what they read was saved in float32.
     """
-    model, backend = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)), eager_backend("fp8")
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model, backend = Padded(), eager_backend("fp8")
     x = torch.nested.nested_tensor([torch.randn(n, 16) for n in (40, 90, 60)], layout=torch.jagged)
     found = []
     for net in (torch.compile(model, backend=backend), model):

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backend_helpers import Cnn, weighted_sum
-from models import Apply, Parts
 from torch import Tensor, nn
 
 from fxprec import Backend, BudgetError, Config
@@ -20,9 +19,15 @@ Operator = Callable[[Tensor], Tensor]
 ROWS, WIDTH = 256, 64  # products large enough for 16-bit GEMMs, where the processor has them
 
 
-def between(first: nn.Module, last: nn.Module, operator: Operator) -> nn.Module:
+class Between(nn.Module):
     """An operator between two layers."""
-    return nn.Sequential(first, nn.ReLU(), Apply(operator), nn.SiLU(), last)
+
+    def __init__(self, first: nn.Module, last: nn.Module, operator: Operator) -> None:
+        super().__init__()
+        self.first, self.last, self.operator = first, last, operator
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.silu(self.operator(torch.relu(self.first(x)))))
 
 
 class ReadLate(nn.Module):
@@ -37,10 +42,15 @@ class ReadLate(nn.Module):
         return self.last(x) * y + y
 
 
-def with_loss(loss: Operator) -> nn.Module:
+class Loss(nn.Module):
     """A loss behind two layers and a norm."""
-    layers = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, WIDTH)}
-    return Parts(lambda m, x: loss(m.last(rms(F.gelu(m.first(x))) + x)), **layers)
+
+    def __init__(self, loss: Operator) -> None:
+        super().__init__()
+        self.first, self.last, self.loss = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.last(rms(F.gelu(self.first(x))) + x))
 
 
 class Cells(nn.Module):
@@ -182,13 +192,13 @@ def on_images(make: Callable[[], nn.Module], channels: int = 8) -> tuple[Callabl
 
 
 def convolutions(operator: Operator) -> nn.Module:
-    return between(nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 8, 3, padding=1), operator)
+    return Between(nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 8, 3, padding=1), operator)
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     **{f"late {name}": on_rows(lambda f=f: ReadLate(f)) for name, f in ON_ROWS.items()},
     **{name: on_images(lambda f=f: convolutions(f)) for name, f in ON_IMAGES.items()},
-    **{name: on_rows(lambda f=f: with_loss(f)) for name, f in LOSSES.items()},
+    **{name: on_rows(lambda f=f: Loss(f)) for name, f in LOSSES.items()},
     "cells": on_rows(Cells),
     "experts": on_rows(Experts),
     "dense": on_images(Dense),

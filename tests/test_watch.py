@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-from models import Parts
 from torch import nn
 from torch.nn import functional as F
 
@@ -273,13 +272,22 @@ def test_a_watched_step_moves_parameters_once_where_backward_steps_them():
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
+class Shifts(nn.Module):
+    """Stores nothing for backward, and multiplies nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.by
+
+
 def test_a_step_that_has_nothing_to_look_at_says_so():
-    """It stores nothing for backward, and multiplies nothing."""
-    shifts = Parts(lambda m, x: x + m.by, by=nn.Parameter(torch.zeros(32)))
     backend = fxprec.Backend(fxprec.Config(recipe="fp8", watch_every=1, lowering="eager"))
     torch.compiler.reset()
     with pytest.warns(FxprecWarning, match="watch_every: nothing in the step is rounded by a cast"):
-        torch.compile(shifts, backend=backend)(torch.randn(4, 32)).sum().backward()
+        torch.compile(Shifts(), backend=backend)(torch.randn(4, 32)).sum().backward()
 
 
 def test_the_doctor_names_biased_casts_and_no_other(monkeypatch):

@@ -20,8 +20,6 @@ from generated.test_gemm_training import Network
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/ is not installed
 
-from models import Parts
-
 from benchmarks.gpu.absent import compiled_kernels, inductor_code, lowered_halves, moved_to_cuda, pretend
 from fxprec import Backend, Config, GradScaling
 from fxprec.ir.symbolic import PACK_BITS, UNPACK_BITS
@@ -63,9 +61,15 @@ def two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
 
 
-def with_loss() -> nn.Module:
+class Loss(nn.Module):
     """(batch, 16) to a loss: a tensor of no dimensions is rounded and counted."""
-    return Parts(lambda m, x: nn.functional.mse_loss(m.layer(x), x), layer=nn.Linear(16, 16))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.layer(x), x)
 
 
 def on_cpu(gm: torch.fx.GraphModule) -> list[torch.fx.Node]:
@@ -82,8 +86,8 @@ CASES = {
     "a transformer block, A100, generated": (Attention, (2, 8, 16), PACKED, "triton", 80),
     "blocks, H100": (two_layers, (32, 16), {"recipe": "fp8+1-2-1/16:e4m3fn*", "gemms": "high"}, "auto", 90),
     "blocks, A100, generated": (two_layers, (32, 16), {"recipe": "fp8+int4/32:bf16", "gemms": "high"}, "triton", 80),
-    "a loss, H100": (with_loss, (32, 16), {"recipe": "hfp8", "storage": "simulate"}, "auto", 90),
-    "a loss, H100, generated": (with_loss, (32, 16), {"recipe": "hfp8", "storage": "simulate"}, "triton", 90),
+    "a loss, H100": (Loss, (32, 16), {"recipe": "hfp8", "storage": "simulate"}, "auto", 90),
+    "a loss, H100, generated": (Loss, (32, 16), {"recipe": "hfp8", "storage": "simulate"}, "triton", 90),
     "convolutions, H100": (Cnn, (2, 3, 8, 8), PACKED, "auto", 90),
 }
 

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import exit_code
 from helpers import compiled, eager_backend
-from models import Parts
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxprec
-from fxprec import Operands, Recipe
+from fxprec import Operands, Recipe, cli
 from fxprec.config.recipes import MXFP8, NVFP4
 from fxprec.errors import ConfigError, PlanError
 from fxprec.integrations import from_compressed_tensors, to_compressed_tensors
@@ -302,6 +300,24 @@ def test_a_config_that_no_recipe_expresses_is_refused(message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+class Batched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x, self.weight)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.layer(x), self.layer.weight)
+
+
 def planned(model: nn.Module, recipe: Any, **options: Any) -> list[fxprec.Plan]:
     backend = eager_backend(recipe, **options)
     compiled(model, backend)(torch.randn(2, 32, 32)).sum().backward()
@@ -312,8 +328,8 @@ def planned(model: nn.Module, recipe: Any, **options: Any) -> list[fxprec.Plan]:
     ("model", "recipe", "options", "message"),
     [
         (nn.Sequential(nn.Linear(32, 32)), "bf16", {}, r"'bf16' rounds no operands of a forward product"),
-        (nn.Sequential(Parts(lambda m, x: torch.bmm(x, m.w), w=nn.Parameter(torch.randn(2, 32, 32)))), "mxfp8", {}, r"is aten.bmm in .*, and a config can name linear layers only"),
-        (Parts(lambda m, x: F.linear(m.layer(x), m.layer.weight), layer=nn.Linear(32, 32)), "mxfp8", {}, r"outside of every module"),
+        (nn.Sequential(Batched()), "mxfp8", {}, r"is aten.bmm in .*, and a config can name linear layers only"),
+        (Twice(), "mxfp8", {}, r"outside of every module"),
         (nn.Sequential(nn.Linear(32, 32)), "hfp8", {"low_ratio": 1.0, "storage": "packed"}, r"1-4-3\+4, which a config cannot name"),
         (nn.Sequential(nn.Linear(32, 32)), "fp8", {"low_ratio": 1.0, "storage": "simulate"}, r"rounds every tensor"),
         (
@@ -330,24 +346,30 @@ def test_what_no_config_expresses_is_refused_in_one_line(model: Any, recipe: Any
     assert "\n" not in str(caught.value)
 
 
+def run(*args: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(args)
+    return int(str(ended.value.code))
+
+
 def test_the_command_exports_a_factory_and_its_plan_alike(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("t.py").write_text(
         "import torch\ndef make():\n    print('loading')\n    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)), "
         "torch.ones(32, 32)\n"
     )
-    assert not exit_code("export", "t.py:make", "--recipe", "nvfp4", "--keep-high", "1")
+    assert not run("export", "t.py:make", "--recipe", "nvfp4", "--keep-high", "1")
     printed = capsys.readouterr()
     assert json.loads(printed.out)["ignore"] == ["1"]
     assert "an engine needs one from calibration" in printed.err
-    assert not exit_code("dump", "t.py:make", "--recipe", "nvfp4", "--keep-high", "1", "--out", "dumped")
+    assert not run("dump", "t.py:make", "--recipe", "nvfp4", "--keep-high", "1", "--out", "dumped")
     capsys.readouterr()
-    assert not exit_code("export", "dumped", "--out", "config.json")
+    assert not run("export", "dumped", "--out", "config.json")
     assert capsys.readouterr().out == "config.json\n"
     assert json.loads(Path("config.json").read_text()) == json.loads(printed.out)
     for option in (("--low-ratio", "0.5"), ("--recipe", "fp8")):
-        assert exit_code("export", "dumped", *option) == 2
+        assert run("export", "dumped", *option) == 2
         words = "--recipe, --keep-high and --low-ratio plan a factory, and dumped has its plan; leave them out"
         assert words in capsys.readouterr().err
-    assert exit_code("export", "t.py:make", "--to", "gguf") == 2
+    assert run("export", "t.py:make", "--to", "gguf") == 2
     assert "--to is 'gguf'" in capsys.readouterr().err

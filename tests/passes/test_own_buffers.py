@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backend_helpers import eager_backend
-from models import Apply, Parts
 from one_pass import run_pass
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -104,22 +103,34 @@ class Nested(Skips):
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8"])
 def test_concats_of_concats(recipe: str) -> None:
+    torch.manual_seed(0)
     model = Nested()
     wanted = gradients(model, model)
     found = gradients(model, compiled(model, recipe=recipe))
     assert F.cosine_similarity(found, wanted, dim=0) > 0.999
 
 
-def test_what_waits_for_nothing_does_not(laid: list[dict[str, Any]]) -> None:
+class AtOnce(nn.Module):
     """Both parts are there when they are joined, and both gradients are read at once."""
-    joined = Apply(lambda x: torch.cat([x.relu(), x.sigmoid()], 1))
-    model = nn.Sequential(nn.Conv2d(3, WIDTH, 3, padding=1), joined, nn.Conv2d(2 * WIDTH, 4, 3, padding=1))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(2 * WIDTH, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(torch.cat([x.relu(), x.sigmoid()], 1))
+
+
+def test_what_waits_for_nothing_does_not(laid: list[dict[str, Any]]) -> None:
+    model = AtOnce()
     gradients(model, compiled(model))
     assert laid == [{"apart": [], "joined": [((IMAGES, 2 * WIDTH, SIDE, SIDE), torch.bfloat16)]}]
 
 
 @pytest.mark.cpu_dependent
 def test_bits_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
     model = Skips()
     found = gradients(model, compiled(model, recipe="bf16"))
     monkeypatch.setattr(shorten_lives, "give_own_buffers", lambda work: None)
@@ -130,6 +141,7 @@ def test_bits_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.cpu_dependent
 @pytest.mark.inductor
 def test_the_allocator_sees_a_part_wait_and_not_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
     model = Skips()
     images = 16  # together larger than what a convolution without bf16 instructions converts at once
     with_parts = peak_of(model, images)
@@ -199,6 +211,7 @@ def test_sums_of_gradients_that_wait_lie_in_16_bits(recipe: str, monkeypatch: py
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo's own
 def test_a_sum_of_gradients_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
     model, rounding = Residual(), Residual(rounds=True)
     rounding.load_state_dict(model.state_dict())
     found = gradients(model, compiled(model, recipe="bf16"))
@@ -222,12 +235,16 @@ def test_a_sum_waits_and_not_its_addends(monkeypatch: pytest.MonkeyPatch) -> Non
     assert narrow <= most_of_backward() - 2 * IMAGES * WIDTH * SIDE * SIDE
 
 
-def fanned() -> nn.Module:
+class Fanned(nn.Module):
     """A layer whose result 40 products read: its gradient is a chain of 39 sums, each waiting for a product."""
-    products = Parts(
-        lambda m, x: sum((torch.sin(x @ w) for w in m.w.unbind()), x), w=nn.Parameter(torch.ones(40, 8, 8))
-    )
-    return nn.Sequential(nn.Linear(8, 8), products)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weights = nn.Linear(8, 8), nn.Parameter(torch.ones(40, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return sum((torch.sin(x @ weight) for weight in self.weights.unbind()), x)
 
 
 def test_a_long_chain_of_sums_needs_no_deep_stack(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +259,7 @@ def test_a_long_chain_of_sums_needs_no_deep_stack(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(shorten_lives, "narrow_sums", watch)
     options = {"recipe": "bf16", "low_ratio": None, "peak_budget": "100%"}
-    found = run_pass("shorten-lives", fanned(), torch.randn(16, 8), **options)
+    found = run_pass("shorten-lives", Fanned(), torch.randn(16, 8), **options)
     _, sums = found.halves(torch.ops.aten.add.Tensor)
     assert sums >= 39
 
@@ -269,6 +286,7 @@ def test_a_gradient_larger_than_what_it_is_made_of_comes_late(monkeypatch: pytes
 
 @pytest.mark.inductor
 def test_a_parameter_that_lends_its_shape_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3, padding=1))
     lent = gradients(model, compiled(model, Backend(Config(recipe="bf16", peak_budget="100%"))))
     monkeypatch.setattr(two_gradients, "_shape_of", lambda weight, gradient: weight)
