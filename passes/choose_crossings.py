@@ -96,17 +96,20 @@ def _record(work: Work, needs: Needs, fit: Fit) -> None:
 
 
 def _notice_wanted_blocks(work: Work, refused: Mapping[int, Mapping[str, str]]) -> None:
-    """Add a notice for each tensor that only the given plan stores in blocks; ``refused`` has reasons, by site."""
+    """Add a notice for each tensor that only the given plan stores otherwise; ``refused`` has reasons, by site."""
     if work.given is None:
         return
     for site in work.book.sites:
-        name = work.given.sites[site.id].saved_as
+        given = work.given.sites[site.id]
+        name, entry = given.saved_as or given.form, "saved_as" if given.saved_as else "form"
         if not name or site.saved_as:
             continue
         why = refused.get(site.id, {}).get(name)
-        if not why:
+        if not given.saved_as:
+            why = "only plans of a peak budget encode values so"
+        elif not why:
             why = "no 8-bit copy of it is saved for backward alone" + (f", since {site.why}" if site.why else "")
-        detail = f"sites[{site.id}].saved_as of the given plan is {name!r}, and it stays in {site.format}: {why}"
+        detail = f"sites[{site.id}].{entry} of the given plan is {name!r}, and it stays in {site.format}: {why}"
         work.notices.append(Notice(f"{site.tensor} ({site.module})" if site.module else site.tensor, detail))
 
 

@@ -116,7 +116,7 @@ class Site:
     """Whether ``why`` is that nothing would read a low copy. The group is low, and another compilation may read one."""
     saved_as: BlockFormatName = ""
     """Name of the block format in which backward's copy is stored; ``""`` if the copy is in ``format``."""
-    form: str = ""
+    form: OneLine = ""
     """Name of the way (`Config.ways`) that encodes backward's copy if the copy is in no format; mostly ``""``."""
 
     @property

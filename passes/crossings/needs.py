@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch.fx import Node
@@ -166,7 +166,7 @@ def _comes_from_copies(needs: Needs, node: Node) -> bool:
 
 def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
     """List the forms of each value, those first that serve the most recomputations."""
-    refusals = Refusals(work)
+    refusals, kinds = Refusals(work), [kind for kind in FORMS if kind.is_asked(work)]
     for node, own in copies.own.items():
         row = needs.rows.get(node)
         value = Candidate(
@@ -180,7 +180,7 @@ def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
             is_read_as_it_is=node in needs.read_as_it_is,
             has_form=node in needs.forced,
         )
-        needs.forms[node] = _forms_of(value)
+        needs.forms[node] = _forms_of(value, kinds)
         for form in needs.forms[node]:
             if form.is_used_at_any_cost(work):
                 needs.forced[node] = form
@@ -188,10 +188,10 @@ def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
             needs.refused[node] = value.refused
 
 
-def _forms_of(value: Candidate) -> tuple[Form, ...]:
+def _forms_of(value: Candidate, kinds: Sequence[type[Form]]) -> tuple[Form, ...]:
     found = list[Form]()
-    for kind in FORMS:
-        found += kind.offers(value) if kind.is_asked(value.work) else ()
+    for kind in kinds:
+        found += kind.offers(value)
         if any(form.replaces_value for form in found):
             break
     return tuple(found)

@@ -164,3 +164,14 @@ def test_values_that_cannot_have_it_are_told(layers: nn.Sequential, tmp_path: Pa
 def test_nobody_has_it_who_does_not_ask(layers: nn.Sequential) -> None:
     plan, *_ = trained(layers, torch.randn(512, 64), peak_budget="90%")
     assert not any(site.form for site in plan.sites)
+
+
+def test_a_plan_that_no_budget_made_gives_nobody_a_form(layers: nn.Sequential, tmp_path: Path) -> None:
+    x, file = torch.randn(512, 64), tmp_path / "plan.json"
+    plan, *_ = trained(layers, x)
+    first = next(site.id for site in plan.sites if site.format == "e4m3fn")
+    replace(plan, sites=tuple(replace(s, form=WAY if s.id == first else "") for s in plan.sites)).save(file)
+    with pytest.warns(
+        FxprecWarning, match=rf"sites\[{first}\]\.form of the given plan is '{WAY}', and it stays in e4m3fn: only plans"
+    ):
+        trained(layers, x, plan=str(file))
